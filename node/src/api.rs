@@ -1,0 +1,1 @@
+//! The client plane: HTTP routes, server-sent events, keys, limits, metrics.

@@ -1,0 +1,1 @@
+//! The whole configuration: flags, environment and file, read into one checked value.

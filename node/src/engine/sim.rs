@@ -1,0 +1,1 @@
+//! The simulated engine: the block manager and scheduler of a real one, step time from a profile.

@@ -1,0 +1,108 @@
+//! What the client plane asks of the node: the seam between HTTP and the mesh.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use shoal_gossip::{ClusterView, ModelFacts, NodeId, RequestId, Timestamp};
+use tokio::sync::mpsc;
+
+use crate::engine::work::RequestKind;
+use crate::engine::{Finish, TokenBatch};
+use crate::openai::GenerateRequest;
+
+/// A client's request, parsed, with its body untouched.
+#[derive(Clone, Debug)]
+pub struct ClientAsk {
+    /// The path it came in on.
+    pub kind: RequestKind,
+    /// As sent.
+    pub body: Bytes,
+    /// As read.
+    pub parsed: GenerateRequest,
+}
+
+/// A request that a host has taken. Dropping it aborts it, in every phase.
+#[derive(Debug)]
+pub struct Running {
+    /// Its name in the mesh.
+    pub id: RequestId,
+    /// Who runs it.
+    pub host: NodeId,
+    /// Prompt length.
+    pub prompt_tokens: u32,
+    /// What happens to it. Bounded: a client that does not read pauses the request at its host.
+    pub events: mpsc::Receiver<HomeEvent>,
+}
+
+/// What happens to a running request. Each output index once, in order.
+#[derive(Clone, Debug, PartialEq)]
+pub enum HomeEvent {
+    /// New tokens.
+    Tokens(TokenBatch),
+    /// The end.
+    Finished(Finish),
+    /// The end, without a result; tokens sent before stand.
+    Failed(HomeError),
+}
+
+/// Why a request was not run, or not to the end. The client's text is the `Display`; the log's has more.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum HomeError {
+    /// The client's mistake.
+    #[error("{message}")]
+    BadRequest {
+        /// For the client.
+        message: String,
+        /// The field to blame.
+        param: Option<String>,
+    },
+    /// No live node serves the model.
+    #[error("the model `{0}` does not exist")]
+    UnknownModel(String),
+    /// Every node that could run it is full.
+    #[error("all nodes are full; try again later")]
+    Overloaded {
+        /// For `Retry-After`.
+        retry_after: Duration,
+    },
+    /// Nodes serve the model, and none can be reached or takes work.
+    #[error("no node can take the request now; try again later")]
+    Unavailable {
+        /// For `Retry-After`.
+        retry_after: Duration,
+    },
+    /// This node is shutting down.
+    #[error("this node is shutting down; ask another")]
+    ShuttingDown,
+    /// The host was lost and the request could not go on elsewhere.
+    #[error("the request was lost: {0}")]
+    Lost(String),
+}
+
+/// The node as the client plane sees it.
+#[async_trait]
+pub trait Frontend: Send + Sync + fmt::Debug {
+    /// This node.
+    fn this(&self) -> NodeId;
+
+    /// The time of the view's ages.
+    fn now(&self) -> Timestamp;
+
+    /// The view of the mesh.
+    fn view(&self) -> Arc<ClusterView>;
+
+    /// Union of the models that live nodes serve, by name.
+    fn models(&self) -> Vec<ModelFacts>;
+
+    /// Whether this node takes client requests: not shutting down.
+    fn accepting(&self) -> bool;
+
+    /// Nodes that could run something now: live, ready, with a known load.
+    fn usable_nodes(&self) -> usize;
+
+    /// Places a request and returns once a host has taken it. Dropping the future gives up.
+    async fn start(&self, ask: ClientAsk) -> Result<Running, HomeError>;
+}

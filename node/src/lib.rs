@@ -1,0 +1,9 @@
+//! One node of a Shoal mesh.
+
+pub mod api;
+pub mod config;
+pub mod dispatch;
+pub mod engine;
+pub mod frontend;
+pub mod mesh;
+pub mod openai;

@@ -1,0 +1,181 @@
+//! The messages between nodes. Versioned, bounded, and each control message carries the sender's load.
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+use shoal_gossip::{Epoch, LoadSummary, NodeId, RequestId, Tokens};
+
+use crate::engine::work::{Priority, RequestKind};
+use crate::engine::{EngineError, Finish, TokenBatch};
+
+/// Version of everything in this file. Nodes of another version are not candidates and get no answer.
+pub const PROTOCOL: u16 = 1;
+
+/// Longest control message in bytes. An offer with [`MAX_EXCLUDED`] names and the longest model name
+/// takes under 1 KiB; four times that leaves room for what comes.
+pub const MAX_CONTROL_BYTES: usize = 4 * 1024;
+
+/// Longest submission in bytes: the largest client body (`--max-body`, at most 16 MiB) plus prompt and
+/// generated ids of the longest context (4 bytes at most each for 2 M tokens).
+pub const MAX_SUBMIT_BYTES: usize = 24 * 1024 * 1024;
+
+/// Longest frame in bytes: one step's tokens of one request, with 20 alternatives of 64 bytes each.
+pub const MAX_FRAME_BYTES: usize = 256 * 1024;
+
+/// Nodes an offer may name as tried and failed.
+pub const MAX_EXCLUDED: usize = 16;
+
+/// Redirects a request may take in its life (design: two, so that a wrong view costs two hops at most).
+pub const MAX_HOPS: u8 = 2;
+
+/// What goes over the control plane: a body, the version it is written in, and the sender's load.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Envelope<T> {
+    /// [`PROTOCOL`] of the sender.
+    pub protocol: u16,
+    /// The sender's exact load.
+    pub load: LoadSummary,
+    /// The message.
+    pub body: T,
+}
+
+/// A question from one node to another.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Ask {
+    /// Will you run this request?
+    Offer(Offer),
+    /// How loaded are you, exactly? Answered with [`Answer::Load`].
+    Probe,
+    /// Stop this request, if you still run this ownership of it.
+    Abort {
+        /// Which.
+        request: RequestId,
+        /// Which ownership.
+        epoch: Epoch,
+    },
+    /// I will not use this promise.
+    Release {
+        /// As given in [`Answer::Accept`].
+        reservation: u64,
+    },
+}
+
+/// What a host must know of a request to decide.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Offer {
+    /// Which request.
+    pub request: RequestId,
+    /// Which ownership of it.
+    pub epoch: Epoch,
+    /// The model it needs.
+    pub model: String,
+    /// Prompt length: exact where the home has the tokenizer, else estimated.
+    pub prompt: Tokens,
+    /// Output that exists already and must be prefilled too.
+    pub generated: Tokens,
+    /// Output at most.
+    pub max_output: Tokens,
+    /// Rank.
+    pub priority: Priority,
+    /// Redirects this request has taken.
+    pub hops: u8,
+    /// Nodes not to redirect to.
+    pub excluded: Vec<NodeId>,
+}
+
+/// An answer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Answer {
+    /// Yes. Room is promised until the lease ends.
+    Accept {
+        /// Name of the promise, for [`Submit`] or [`Ask::Release`].
+        reservation: u64,
+        /// How long it is kept.
+        lease_ms: u32,
+    },
+    /// Better ask this node, which was probed a moment ago. Nothing is promised here.
+    Redirect {
+        /// Which.
+        to: NodeId,
+        /// Its load as probed.
+        load: LoadSummary,
+    },
+    /// No. Nothing is promised.
+    Refuse(RefuseReason),
+    /// My load is in the envelope.
+    Load,
+    /// Done, or there was nothing to do.
+    Done,
+}
+
+/// Why an offer was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, thiserror::Error)]
+pub enum RefuseReason {
+    /// The node is draining.
+    #[error("draining")]
+    Draining,
+    /// Its engine is loading or failed.
+    #[error("not ready")]
+    NotReady,
+    /// It does not serve the model.
+    #[error("wrong model")]
+    WrongModel,
+    /// Its queue is at the bound.
+    #[error("queue full")]
+    QueueFull,
+    /// The request could never fit.
+    #[error("never fits")]
+    NeverFits,
+    /// It speaks another [`PROTOCOL`].
+    #[error("other protocol")]
+    Protocol,
+}
+
+/// Opens a token stream: the request itself.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Submit {
+    /// Which request.
+    pub request: RequestId,
+    /// Which ownership of it.
+    pub epoch: Epoch,
+    /// The promise to use up.
+    pub reservation: Option<u64>,
+    /// The client's path.
+    pub kind: RequestKind,
+    /// The client's body, untouched.
+    pub body: Bytes,
+    /// Seed the home drew for a client that named none, so that a replay goes on with the same one.
+    pub seed: u64,
+    /// Prompt ids, where the home has them; saves the host the tokenising.
+    pub prompt: Option<Vec<u32>>,
+    /// Output ids that the home has already.
+    pub generated: Vec<u32>,
+}
+
+/// One message of a token stream, from host to home.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Frame {
+    /// Which request.
+    pub request: RequestId,
+    /// Which ownership of it. Home drops frames of an older one.
+    pub epoch: Epoch,
+    /// The message.
+    pub body: FrameBody,
+}
+
+/// See [`Frame`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum FrameBody {
+    /// The host's engine has taken the request. Always first, unless `Failed` is.
+    Started {
+        /// Prompt ids when the submission had none: home needs them for the ledger.
+        prompt: Option<Vec<u32>>,
+        /// Prompt length.
+        prompt_tokens: u32,
+    },
+    /// New tokens.
+    Tokens(TokenBatch),
+    /// The end.
+    Finished(Finish),
+    /// The end, without a result.
+    Failed(EngineError),
+}
