@@ -177,7 +177,8 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// Gives a promise back. Unknown ids are ignored: the lease may have ended.
     fn release(&self, reservation: ReservationId);
 
-    /// Starts a job. Events come in order; a full channel pauses the job at a step boundary
+    /// Starts a job. `job.prepared` may come from a peer: it is checked again (ids in the vocabulary,
+    /// length within the context) and refused as `BadRequest` if wrong. Events come in order; a full channel pauses the job at a step boundary
     /// without holding up others; dropping the receiver aborts it in every phase.
     fn submit(&self, job: Job) -> Result<mpsc::Receiver<EngineEvent>, EngineError>;
 

@@ -72,7 +72,7 @@ impl Default for SamplingParams {
 pub struct Priority(pub i32);
 
 /// A body an engine has read and found good.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Prepared {
     /// The model that was asked for.
     pub model: String,

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use shoal_gossip::{Epoch, LoadSummary, NodeId, RequestId, Tokens};
 
-use crate::engine::work::{Priority, RequestKind};
+use crate::engine::work::{Prepared, Priority, RequestKind};
 use crate::engine::{EngineError, Finish, TokenBatch};
 
 /// Version of everything in this file. Nodes of another version are not candidates and get no answer.
@@ -145,8 +145,9 @@ pub struct Submit {
     pub body: Bytes,
     /// Seed the home drew for a client that named none, so that a replay goes on with the same one.
     pub seed: u64,
-    /// Prompt ids, where the home has them; saves the host the tokenising.
-    pub prompt: Option<Vec<u32>>,
+    /// The body as the home's engine read it, where that engine has the same fingerprint; saves the
+    /// host the reading and tokenising.
+    pub prepared: Option<Prepared>,
     /// Output ids that the home has already.
     pub generated: Vec<u32>,
 }
