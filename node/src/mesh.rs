@@ -55,7 +55,8 @@ pub enum ControlError {
 #[async_trait]
 pub trait ControlPlane: Send + Sync + fmt::Debug {
     /// Asks `to` and waits for the answer, at most `deadline`. Safe to drop: the peer may act all the same.
-    async fn ask(&self, to: NodeId, ask: Ask, deadline: Duration) -> Result<Answered, ControlError>;
+    async fn ask(&self, to: NodeId, ask: Ask, deadline: Duration)
+    -> Result<Answered, ControlError>;
 }
 
 /// Answers other nodes.
