@@ -7,7 +7,14 @@
 //!                  NodeConfig                  what the node is built from
 //! ```
 //!
-//! A [`NodeConfig`] in hand means that every relation holds.
+//! A [`NodeConfig`] in hand means that every relation holds; whether files exist and can be read is
+//! asked by [`inspect`], since that can change at any time.
+
+mod check;
+mod error;
+mod inspect;
+mod layers;
+mod raw;
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -16,6 +23,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+
+pub use check::Surroundings;
+pub use error::ConfigError;
+pub use inspect::inspect;
+pub use layers::load;
+pub use raw::{Described, RawBasics, RawDispatch, RawEngine, RawHttp, RawMesh, RawNode, describe};
 
 /// Mesh port when none is named; streams and gossip take the next one.
 pub const DEFAULT_MESH_PORT: u16 = 7400;
@@ -246,3 +259,6 @@ pub enum LogFormat {
     /// One JSON object a line.
     Json,
 }
+
+#[cfg(test)]
+mod tests;
