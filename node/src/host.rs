@@ -62,7 +62,7 @@ impl Host {
     /// Lets the host probe others. Before that it answers from its own numbers alone.
     pub fn connect(&self, control: Arc<dyn ControlPlane>) {
         // A second call changes nothing: there is one control plane per node.
-        let _ = self.control.set(control);
+        self.control.get_or_init(|| control);
     }
 
     async fn consider(&self, from: NodeId, offer: Offer) -> Answer {
@@ -251,7 +251,7 @@ impl StreamHandler for Host {
                 param: None,
             };
             // The stream may be gone; then nobody is left to tell.
-            let _ = frames.send(frame(FrameBody::Failed(why))).await;
+            drop(frames.send(frame(FrameBody::Failed(why))).await);
             return;
         }
         let mut job = match self.start(submit).await {
@@ -259,7 +259,7 @@ impl StreamHandler for Host {
             Err(error) => {
                 debug!(%request, %from, %error, "submission refused");
                 // As above.
-                let _ = frames.send(frame(FrameBody::Failed(error))).await;
+                drop(frames.send(frame(FrameBody::Failed(error))).await);
                 return;
             }
         };
