@@ -12,4 +12,5 @@ pub mod ledger;
 pub mod links;
 pub mod load;
 pub mod mesh;
+pub mod metrics;
 pub mod openai;
