@@ -1,2 +1,3 @@
 //! Engines that run many sequences in one batch: the shell around the batch core.
-mod executor; pub use executor::{Executor, Sample, Sampled, Slot, Step, StepItem, TextModel};
+mod executor;
+pub use executor::{Executor, Sample, Sampled, Slot, Step, StepItem, TextModel};

@@ -168,8 +168,8 @@ pub struct Frame {
 pub enum FrameBody {
     /// The host's engine has taken the request. Always first, unless `Failed` is.
     Started {
-        /// Prompt ids when the submission had none: home needs them for the ledger.
-        prompt: Option<Vec<u32>>,
+        /// The body as this host read it, when the submission came without: a replay sends it along.
+        prepared: Option<Prepared>,
         /// Prompt length.
         prompt_tokens: u32,
     },
