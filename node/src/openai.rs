@@ -2,4 +2,7 @@
 
 mod request;
 
-pub use request::{ChatMessage, GenerateRequest, PromptInput, parse};
+pub use request::{
+    ChatMessage, GenerateRequest, MAX_LOGPROBS, MAX_MODEL_NAME, MAX_STOP_BYTES, MAX_STOPS,
+    PromptInput, parse,
+};
