@@ -17,6 +17,7 @@ use crate::knowledge::Knowledge;
 use crate::load::LoadSource;
 use crate::mesh::messages::{Answer, Ask, Frame, FrameBody, Offer, RefuseReason, Submit};
 use crate::mesh::{Answered, ControlHandler, ControlPlane, StreamHandler};
+use crate::metrics::Metrics;
 
 /// How a host behaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +39,7 @@ pub struct Host {
     loads: Arc<LoadSource>,
     knowledge: Arc<Knowledge>,
     settings: HostSettings,
+    metrics: Arc<Metrics>,
     /// Set once the control plane runs; the plane needs its handler, this host, before.
     control: OnceLock<Arc<dyn ControlPlane>>,
 }
@@ -48,6 +50,7 @@ impl Host {
         engine: Arc<dyn Engine>,
         loads: Arc<LoadSource>,
         knowledge: Arc<Knowledge>,
+        metrics: Arc<Metrics>,
         settings: HostSettings,
     ) -> Self {
         Self {
@@ -55,6 +58,7 @@ impl Host {
             loads,
             knowledge,
             settings,
+            metrics,
             control: OnceLock::new(),
         }
     }
@@ -206,7 +210,11 @@ impl Drop for AbortOnDrop<'_> {
 impl ControlHandler for Host {
     async fn answer(&self, from: NodeId, ask: Ask) -> Answered {
         let answer = match ask {
-            Ask::Offer(offer) => self.consider(from, offer).await,
+            Ask::Offer(offer) => {
+                let answer = self.consider(from, offer).await;
+                self.metrics.offer_received(answer.kind());
+                answer
+            }
             Ask::Probe => Answer::Load,
             Ask::Abort { request, epoch } => {
                 // Only its home may end a request.

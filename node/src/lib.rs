@@ -6,6 +6,7 @@ pub mod config;
 pub mod dispatch;
 pub mod engine;
 pub mod frontend;
+pub mod home;
 pub mod host;
 pub mod knowledge;
 pub mod ledger;

@@ -316,4 +316,3 @@ fn block_of(kind: u32) -> Option<(u64, u64)> {
         _ => return None,
     })
 }
-

@@ -162,4 +162,3 @@ fn push(parts: &mut Vec<Part>, text: &str, is_template: bool) {
         });
     }
 }
-
