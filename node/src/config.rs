@@ -24,6 +24,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::dispatch::PolicyName;
+
 pub use check::Surroundings;
 pub use error::ConfigError;
 pub use inspect::inspect;
@@ -210,25 +212,6 @@ pub struct DispatchSettings {
     pub lease: Duration,
     /// Further candidates that are tried after the first.
     pub max_retries: u8,
-}
-
-/// How a candidate is chosen.
-#[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, clap::ValueEnum, Serialize, Deserialize,
-)]
-#[serde(rename_all = "kebab-case")]
-pub enum PolicyName {
-    /// The freer of two random candidates.
-    #[default]
-    P2c,
-    /// One after the other.
-    RoundRobin,
-    /// The shortest queue in the view.
-    LeastQueue,
-    /// The freest in the view.
-    Freest,
-    /// Any.
-    Random,
 }
 
 /// The end of the process.

@@ -1,6 +1,7 @@
 //! One node of a Shoal mesh.
 
 pub mod api;
+pub mod cli;
 pub mod config;
 pub mod dispatch;
 pub mod engine;

@@ -6,7 +6,8 @@ use clap::builder::BoolishValueParser;
 use clap::{ArgAction, Args};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::config::{LogFormat, PolicyName};
+use crate::config::LogFormat;
+use crate::dispatch::PolicyName;
 
 /// Where the node lives, what it logs, how it ends.
 #[derive(Clone, Debug, Args, Serialize, Deserialize)]
@@ -226,7 +227,7 @@ pub struct RawMesh {
 
     /// Files with older keys that are still accepted, for changing the key of a running mesh; repeatable [default: none].
     ///
-    /// Unit: comma list of paths, at most 4. Cost: a datagram under none of the keys is tried with each.
+    /// Unit: comma list of paths, at most 3. Cost: a datagram under none of the keys is tried with each.
     #[arg(
         long,
         env = "SHOAL_CLUSTER_KEY_ACCEPT_FILE",
