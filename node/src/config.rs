@@ -24,8 +24,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::dispatch::PolicyName;
-
+pub use crate::dispatch::PolicyName;
 pub use check::Surroundings;
 pub use error::ConfigError;
 pub use inspect::inspect;

@@ -1,0 +1,239 @@
+//! What the operator chooses, and what follows from it.
+
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+
+use shoal_gossip::{BlockSize, Blocks, Tokens};
+
+/// Sequences that llama.cpp can tell apart in one context (its `LLAMA_MAX_SEQ`).
+pub const MAX_SEQUENCES: u32 = 256;
+/// Tokens of KV that may be asked for. A bound against typing errors: 4 Mi tokens of the smallest
+/// model we serve (23 KB a token in f16) are 96 GB.
+pub const MAX_CONTEXT_TOKENS: u32 = 1 << 22;
+/// Tokens of one step. Beyond this a step gains nothing on any hardware we measured and the
+/// compute buffers, allocated for it at load, only grow.
+pub const MAX_STEP_TOKENS: u32 = 8192;
+/// Threads that ggml can start (its `GGML_MAX_N_THREADS`).
+pub const MAX_THREADS: u32 = 512;
+/// llama.cpp rounds the KV of a context, and of each slot of a split one, up to this many tokens.
+pub const CELL_GRANULE: u32 = 256;
+
+/// How to load a model and divide its KV.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LlamaConfig {
+    /// The GGUF file.
+    pub model_path: PathBuf,
+    /// Name that clients use. `None`: `general.name` of the file in lower case, words joined by
+    /// hyphens, else the file's stem.
+    pub model_id: Option<String>,
+    /// KV tokens in all, rounded up to [`CELL_GRANULE`] (split: per slot).
+    pub context_tokens: NonZeroU32,
+    /// Sequences that may hold KV at once, at most [`MAX_SEQUENCES`].
+    pub max_sequences: NonZeroU32,
+    /// Tokens computed by one step at most; at least `max_sequences`, so that every running
+    /// sequence can advance in every step. Also the largest prefill chunk.
+    pub step_tokens: NonZeroU32,
+    /// Threads that compute. More than one only where no other engine shares the machine: ggml's
+    /// barrier spins without yielding (measured: two engines with two threads each on two cores
+    /// made no progress in 30 s, with one thread each both ran at full speed).
+    pub threads: NonZeroU32,
+    /// Tokens in one KV block, the unit in which load is told.
+    pub block_size: BlockSize,
+    /// Outputs depend on (prompt, generated ids, parameters) alone, whatever else runs: a slot of
+    /// its own for each sequence, q8_0 KV. Otherwise one shared f16 pool.
+    pub reproducible: bool,
+}
+
+/// Why a configuration cannot work. Nothing was loaded.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LlamaConfigError {
+    /// A number is beyond what llama.cpp or we can handle.
+    #[error("{what} is {value}, at most {limit} is possible")]
+    TooLarge {
+        /// Which number.
+        what: &'static str,
+        /// As configured.
+        value: u32,
+        /// The bound.
+        limit: u32,
+    },
+    /// A step could not advance every running sequence.
+    #[error("a step of {step_tokens} tokens cannot advance {max_sequences} sequences")]
+    StepTooSmall {
+        /// As configured.
+        step_tokens: u32,
+        /// As configured.
+        max_sequences: u32,
+    },
+    /// Not even one block of KV for each sequence.
+    #[error(
+        "{context_tokens} tokens of KV are less than a block for each of {max_sequences} sequences"
+    )]
+    ContextTooSmall {
+        /// As configured.
+        context_tokens: u32,
+        /// As configured.
+        max_sequences: u32,
+    },
+}
+
+impl LlamaConfig {
+    /// Defaults for a small model on a CPU: 8,192 tokens for 8 sequences (1,024 each when split;
+    /// 100 MB of q8_0 KV for a 135M model), steps of 64 tokens (measured: 48 prefill tokens keep a
+    /// step of that model near 250 ms on one core), one thread.
+    pub fn new(model_path: impl Into<PathBuf>) -> Self {
+        const fn nonzero(value: u32) -> NonZeroU32 {
+            NonZeroU32::MIN.saturating_add(value - 1)
+        }
+        Self {
+            model_path: model_path.into(),
+            model_id: None,
+            context_tokens: nonzero(8192),
+            max_sequences: nonzero(8),
+            step_tokens: nonzero(64),
+            threads: NonZeroU32::MIN,
+            block_size: BlockSize::DEFAULT,
+            reproducible: false,
+        }
+    }
+
+    /// Checks every number and relation that does not depend on the model.
+    ///
+    /// # Errors
+    /// The first that does not hold.
+    pub fn check(&self) -> Result<(), LlamaConfigError> {
+        let context_tokens = self.context_tokens.get();
+        let max_sequences = self.max_sequences.get();
+        let step_tokens = self.step_tokens.get();
+        let bounds = [
+            ("the KV size", context_tokens, MAX_CONTEXT_TOKENS),
+            ("the number of sequences", max_sequences, MAX_SEQUENCES),
+            (
+                "the number of tokens in a step",
+                step_tokens,
+                MAX_STEP_TOKENS,
+            ),
+            ("the number of threads", self.threads.get(), MAX_THREADS),
+        ];
+        if let Some(&(what, value, limit)) = bounds.iter().find(|(_, value, limit)| value > limit) {
+            return Err(LlamaConfigError::TooLarge { what, value, limit });
+        }
+        if step_tokens < max_sequences {
+            return Err(LlamaConfigError::StepTooSmall {
+                step_tokens,
+                max_sequences,
+            });
+        }
+        if context_tokens / max_sequences < self.block_size.tokens().get() {
+            return Err(LlamaConfigError::ContextTooSmall {
+                context_tokens,
+                max_sequences,
+            });
+        }
+        Ok(())
+    }
+}
+
+/// How the KV of a loaded context is divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LlamaLayout {
+    /// Each slot has its own part and no other slot can use it. Otherwise all share one pool.
+    pub split: bool,
+    /// Slots: sequences that may hold KV at once.
+    pub slots: u32,
+    /// Tokens that one slot can hold: its part, or the pool, or what the model was trained for.
+    pub tokens_per_slot: Tokens,
+    /// Tokens that all slots together can hold.
+    pub total_tokens: Tokens,
+}
+
+impl LlamaLayout {
+    /// Divides a context of `cells` tokens, as llama.cpp made it, for a model trained on
+    /// sequences of up to `trained` tokens.
+    pub(super) fn new(split: bool, slots: u32, cells: Tokens, trained: Tokens) -> Self {
+        let part = if split {
+            Tokens(cells.0 / slots.max(1))
+        } else {
+            cells
+        };
+        let tokens_per_slot = part.min(trained);
+        let reachable = Tokens(tokens_per_slot.0.saturating_mul(slots));
+        Self {
+            split,
+            slots,
+            tokens_per_slot,
+            total_tokens: cells.min(reachable),
+        }
+    }
+
+    /// KV blocks in all; a rest smaller than a block is not counted.
+    pub fn blocks(&self, block_size: BlockSize) -> Blocks {
+        let block = block_size.tokens().get();
+        if self.split {
+            Blocks(self.slots.saturating_mul(self.tokens_per_slot.0 / block))
+        } else {
+            Blocks(self.total_tokens.0 / block)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(context: u32, sequences: u32, step: u32) -> LlamaConfig {
+        let nonzero = |value| NonZeroU32::new(value).expect("not zero");
+        LlamaConfig {
+            context_tokens: nonzero(context),
+            max_sequences: nonzero(sequences),
+            step_tokens: nonzero(step),
+            ..LlamaConfig::new("model.gguf")
+        }
+    }
+
+    #[test]
+    fn the_defaults_hold_together() {
+        assert_eq!(LlamaConfig::new("model.gguf").check(), Ok(()));
+        let config = LlamaConfig::new("model.gguf");
+        assert_eq!(config.context_tokens.get(), 8192);
+        assert_eq!(config.max_sequences.get(), 8);
+        assert_eq!(config.step_tokens.get(), 64);
+    }
+
+    #[test]
+    fn numbers_that_llama_cpp_would_abort_on_are_refused() {
+        let text = |config: LlamaConfig| config.check().expect_err("refused").to_string();
+        assert_eq!(
+            text(config(8192, 257, 512)),
+            "the number of sequences is 257, at most 256 is possible"
+        );
+        assert_eq!(
+            text(config(8192, 8, 7)),
+            "a step of 7 tokens cannot advance 8 sequences"
+        );
+        assert_eq!(
+            text(config(127, 8, 8)),
+            "127 tokens of KV are less than a block for each of 8 sequences"
+        );
+        assert!(config(8192, 256, 256).check().is_ok());
+        assert!(config(128, 8, 8).check().is_ok());
+    }
+
+    #[test]
+    fn a_split_slot_holds_its_part_and_a_shared_one_the_pool() {
+        let split = LlamaLayout::new(true, 8, Tokens(2048), Tokens(4096));
+        assert_eq!(split.tokens_per_slot, Tokens(256));
+        assert_eq!(split.total_tokens, Tokens(2048));
+        assert_eq!(split.blocks(BlockSize::DEFAULT), Blocks(128));
+        let shared = LlamaLayout::new(false, 8, Tokens(2048), Tokens(4096));
+        assert_eq!(shared.tokens_per_slot, Tokens(2048));
+        assert_eq!(shared.blocks(BlockSize::DEFAULT), Blocks(128));
+    }
+
+    #[test]
+    fn no_slot_holds_more_than_the_model_was_trained_for() {
+        let layout = LlamaLayout::new(false, 2, Tokens(2048), Tokens(512));
+        assert_eq!(layout.tokens_per_slot, Tokens(512));
+        assert_eq!(layout.total_tokens, Tokens(1024));
+    }
+}
