@@ -2,6 +2,7 @@
 
 pub mod api;
 pub mod bench;
+pub mod cli;
 pub mod config;
 pub mod dispatch;
 pub mod engine;

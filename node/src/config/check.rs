@@ -11,6 +11,8 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
+use tracing_subscriber::EnvFilter;
+
 use crate::config::layers::Given;
 use crate::config::raw::{RawBasics, RawDispatch, RawEngine, RawHttp, RawMesh};
 use crate::config::{
@@ -101,7 +103,7 @@ pub(super) fn check(
             0..=3_600_000,
         )?,
     };
-    let log = log(&basics, given, surroundings);
+    let log = log(&basics, given, surroundings)?;
     let listen = mesh::listen_address(&basics.listen)?;
     let gossip = gossip(&mesh)?;
     let mut warnings = Vec::new();
@@ -142,12 +144,25 @@ fn data_dir(basics: &RawBasics, surroundings: &Surroundings) -> Result<PathBuf, 
     }
 }
 
-fn log(basics: &RawBasics, given: &Given, surroundings: &Surroundings) -> LogSettings {
+fn log(
+    basics: &RawBasics,
+    given: &Given,
+    surroundings: &Surroundings,
+) -> Result<LogSettings, ConfigError> {
     let inherited = surroundings.rust_log.clone().filter(|_| !given.has("log"));
-    LogSettings {
-        filter: inherited.unwrap_or_else(|| basics.log.clone()),
-        format: basics.log_format,
+    let filter = inherited.unwrap_or_else(|| basics.log.clone());
+    if let Err(error) = EnvFilter::try_new(&filter) {
+        return Err(wrong(
+            "--log",
+            format!("`{filter}` is not a filter: {error}"),
+            "give a level (error, warn, info, debug, trace) or pairs such as \
+             `info,shoal_node=debug`; it may also come from RUST_LOG",
+        ));
     }
+    Ok(LogSettings {
+        filter,
+        format: basics.log_format,
+    })
 }
 
 fn gossip(raw: &RawMesh) -> Result<GossipSettings, ConfigError> {

@@ -15,11 +15,11 @@ use crate::config::{EngineKind, KeySource, NodeConfig};
 /// First bytes of every GGUF file.
 const GGUF_MAGIC: &[u8; 4] = b"GGUF";
 
-/// Bytes of a cluster key.
-const KEY_BYTES: usize = 32;
+/// Hex digits of a cluster key.
+const KEY_DIGITS: usize = 64;
 
-/// Largest key file that is read: a key takes 44 characters, the rest is room for a comment. A path
-/// to something huge must not fill the memory.
+/// Largest file of keys that is read: some hundred API keys. A path to something huge must not fill
+/// the memory.
 const MAX_KEY_FILE: u64 = 64 * 1024;
 
 /// Everything that keeps this configuration from running here and now, each with what to do. Writes
@@ -62,7 +62,7 @@ pub fn inspect(config: &NodeConfig) -> Vec<String> {
     problems
 }
 
-const NOT_A_KEY: &str = "not a cluster key (32 bytes in base58)";
+const NOT_A_KEY: &str = "not a cluster key (64 hex digits)";
 
 fn said(flag: &str, path: &Path, what: impl std::fmt::Display) -> String {
     format!("{flag} {}: {what}", path.display())
@@ -138,10 +138,15 @@ fn api_keys(path: &Path, problems: &mut Vec<String>) {
     }
 }
 
+/// One key a line, blank lines and `#` comments apart; at least one.
 fn is_key(text: &str) -> bool {
-    bs58::decode(text.trim())
-        .into_vec()
-        .is_ok_and(|bytes| bytes.len() == KEY_BYTES)
+    let mut keys = text
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty() && !line.starts_with('#'))
+        .peekable();
+    keys.peek().is_some()
+        && keys.all(|key| key.len() == KEY_DIGITS && key.bytes().all(|c| c.is_ascii_hexdigit()))
 }
 
 /// Opens a regular file; opening a directory works on Unix and only reading it fails, with a worse text.
@@ -164,7 +169,7 @@ mod tests {
     use super::*;
     use crate::config::tests::sample;
 
-    const KEY: &str = "4uQeVj5tqViQh7yWWGStvkEG1Zmhx6uasJtWCJziofM2";
+    const KEY: &str = "00112233445566778899aabbccddeeff00112233445566778899AABBCCDDEEFF";
 
     fn check(change: impl FnOnce(&mut NodeConfig, &Path), expected: Option<&str>) {
         let dir = tempfile::tempdir().unwrap();
@@ -196,7 +201,7 @@ mod tests {
     fn good_files_raise_nothing() {
         check(
             |config, dir| {
-                config.mesh.key = KeySource::File(write(dir, "key", &format!("{KEY}\n")));
+                config.mesh.key = KeySource::File(write(dir, "key", &format!("# new\n{KEY}\n\n")));
                 config.http.api_key_file = Some(write(dir, "api", "sk-1\n\nsk-2\n"));
             },
             None,

@@ -74,3 +74,42 @@ fn a_cluster_key_is_never_printed() {
     let key = KeySource::Text("secret".to_owned());
     assert!(!format!("{key:?}").contains("secret"));
 }
+
+/// The tables of `docs/configuration.md`, one for each group.
+fn tables() -> String {
+    let mut text = String::new();
+    let mut group = String::new();
+    for setting in describe() {
+        if setting.group != group {
+            group.clone_from(&setting.group);
+            text.push_str(&format!(
+                "\n### {group}\n\n| key | default | unit | meaning | cost |\n|---|---|---|---|---|\n"
+            ));
+        }
+        text.push_str(&format!(
+            "| `{}` | {} | {} | {} | {} |\n",
+            setting.key, setting.default, setting.unit, setting.meaning, setting.cost
+        ));
+    }
+    text.push('\n');
+    text
+}
+
+#[test]
+fn the_docs_show_every_setting_as_help_does() {
+    const BEGIN: &str = "<!-- settings: written by the test, see below -->\n";
+    const END: &str = "<!-- end of settings -->\n";
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/configuration.md");
+    let docs = std::fs::read_to_string(path).unwrap();
+    let (before, rest) = docs.split_once(BEGIN).unwrap();
+    let (shown, after) = rest.split_once(END).unwrap();
+    if std::env::var_os("SHOAL_UPDATE_DOCS").is_some() {
+        std::fs::write(path, [before, BEGIN, &tables(), END, after].concat()).unwrap();
+        return;
+    }
+    assert_eq!(
+        shown,
+        tables(),
+        "docs/configuration.md is behind; SHOAL_UPDATE_DOCS=1 with this test writes it"
+    );
+}

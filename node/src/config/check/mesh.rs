@@ -10,8 +10,9 @@ use crate::config::{ConfigError, DEFAULT_MESH_PORT, KeySource, MeshSettings};
 /// Seeds that may be named. Each is looked up again every few seconds; more than this help nobody.
 const MAX_SEEDS: usize = 64;
 
-/// Old keys that may be accepted. A forged datagram is tried with each, which bounds what it costs.
-const MAX_ACCEPTED_KEYS: usize = 4;
+/// Old keys that may be accepted beside the new one. A forged datagram is tried with each, so four in
+/// all bound what it costs; a change of keys needs one.
+const MAX_ACCEPTED_KEYS: usize = 3;
 
 /// The address to listen on. Names other than `localhost` are refused: which of a name's addresses
 /// was meant must not depend on a resolver.

@@ -3,8 +3,9 @@ use std::path::PathBuf;
 use tempfile::TempDir;
 
 use super::*;
+use crate::config::EngineKind;
 use crate::config::tests::{matches, surroundings};
-use crate::config::{EngineKind, PolicyName};
+use crate::dispatch::PolicyName;
 
 const MODEL: [&str; 2] = ["--model", "m.gguf"];
 

@@ -6,7 +6,8 @@ use clap::builder::BoolishValueParser;
 use clap::{ArgAction, Args};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::config::{LogFormat, PolicyName};
+use crate::config::LogFormat;
+use crate::dispatch::PolicyName;
 
 /// Where the node lives, what it logs, how it ends.
 #[derive(Clone, Debug, Args, Serialize, Deserialize)]
@@ -15,7 +16,7 @@ use crate::config::{LogFormat, PolicyName};
 pub struct RawBasics {
     /// Directory of the node's identity, made if absent; one running node each [default: $XDG_DATA_HOME/shoal or ~/.local/share/shoal].
     ///
-    /// Unit: path. Cost: under 1 KiB on disk.
+    /// Unit: path. Cost: one small file on disk.
     #[arg(long, env = "SHOAL_DATA_DIR", value_name = "DIR")]
     pub data_dir: Option<PathBuf>,
 
@@ -55,7 +56,7 @@ pub struct RawBasics {
 
     /// Form of the log lines on standard error.
     ///
-    /// Unit: name. Cost: json lines are two to three times as long.
+    /// Unit: name. Cost: json lines are longer.
     #[arg(
         long,
         env = "SHOAL_LOG_FORMAT",
@@ -220,13 +221,13 @@ pub struct RawMesh {
 
     /// File with the key that admits to the mesh, as `shoal keygen` writes it; the variable SHOAL_CLUSTER_KEY may hold the key itself [default: none, loopback only].
     ///
-    /// Unit: path. Cost: under 2 µs of CPU a gossip datagram.
+    /// Unit: path. Cost: each gossip datagram is sealed and opened with it.
     #[arg(long, env = "SHOAL_CLUSTER_KEY_FILE", value_name = "FILE")]
     pub cluster_key_file: Option<PathBuf>,
 
     /// Files with older keys that are still accepted, for changing the key of a running mesh; repeatable [default: none].
     ///
-    /// Unit: comma list of paths, at most 4. Cost: a datagram under none of the keys is tried with each.
+    /// Unit: comma list of paths, at most 3. Cost: a datagram under none of the keys is tried with each.
     #[arg(
         long,
         env = "SHOAL_CLUSTER_KEY_ACCEPT_FILE",
@@ -284,7 +285,7 @@ pub struct RawDispatch {
 
     /// Freeness below which a node that is offered a request looks for a better one; 0 redirects only when it has no room.
     ///
-    /// Unit: KV blocks a request. Cost: higher costs two probes (about 0.3 ms) for more of the offers.
+    /// Unit: KV blocks a request. Cost: higher puts two probes, one round trip, into more of the offers.
     #[arg(
         long,
         env = "SHOAL_REDIRECT_BELOW",
@@ -346,7 +347,7 @@ pub struct RawHttp {
 
     /// Certificate chain in PEM, for HTTPS; goes with --tls-key [default: none, plain HTTP].
     ///
-    /// Unit: path. Cost: about 1 ms of CPU a new connection.
+    /// Unit: path. Cost: a handshake for each new connection.
     #[arg(long, env = "SHOAL_TLS_CERT", value_name = "FILE")]
     pub tls_cert: Option<PathBuf>,
 
@@ -369,7 +370,7 @@ pub struct RawHttp {
 
     /// Client requests at work at once; beyond it 429.
     ///
-    /// Unit: requests. Cost: about 100 KiB each for buffers of stream and connection, besides the body.
+    /// Unit: requests. Cost: buffers of a connection and a stream each, besides the body.
     #[arg(
         long,
         env = "SHOAL_MAX_REQUESTS",
