@@ -6,4 +6,5 @@
 )]
 
 pub mod client;
+pub mod cluster;
 pub mod wait;
