@@ -317,3 +317,5 @@ fn block_of(kind: u32) -> Option<(u64, u64)> {
     })
 }
 
+#[cfg(test)]
+mod tests;

@@ -324,3 +324,63 @@ fn modified(path: &Path) -> u64 {
         .and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok())
         .map_or(0, |since| since.as_secs())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_fingerprint_names_the_version_that_is_built() {
+        let manifest = include_str!("../../../../Cargo.toml");
+        for name in ["llama-cpp-2", "llama-cpp-sys-2"] {
+            let pinned = format!("{name} = {{ version = \"={LLAMA_CPP_VERSION}\"");
+            assert!(manifest.contains(&pinned), "{pinned}");
+        }
+    }
+
+    #[test]
+    fn the_fingerprint_changes_with_all_that_decides_over_tokens() {
+        let shared = LlamaConfig::new("model.gguf");
+        let reproducible = LlamaConfig {
+            reproducible: true,
+            ..shared.clone()
+        };
+        let longer_steps = LlamaConfig {
+            step_tokens: NonZeroU32::MIN.saturating_add(99),
+            ..shared.clone()
+        };
+        let mut all = vec![
+            fingerprint(&[1; 32], &shared, "AVX2 = 1"),
+            fingerprint(&[2; 32], &shared, "AVX2 = 1"),
+            fingerprint(&[1; 32], &shared, "AVX512 = 1"),
+            fingerprint(&[1; 32], &reproducible, "AVX2 = 1"),
+            fingerprint(&[1; 32], &longer_steps, "AVX2 = 1"),
+        ];
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!(all.len(), 5);
+        // The number of threads and of slots changes neither tokens nor the form of KV.
+        let more_threads = LlamaConfig {
+            threads: NonZeroU32::MIN.saturating_add(1),
+            model_id: Some("other".to_owned()),
+            ..shared.clone()
+        };
+        assert_eq!(
+            fingerprint(&[1; 32], &shared, "AVX2 = 1"),
+            fingerprint(&[1; 32], &more_threads, "AVX2 = 1")
+        );
+    }
+
+    #[test]
+    fn a_model_is_named_by_the_operator_else_the_file_else_its_path() {
+        let mut config = LlamaConfig::new("/models/Some.Q4_1.gguf");
+        let named = Gguf {
+            name: Some("SmolLM2 135M  Instruct".to_owned()),
+            ..Gguf::default()
+        };
+        assert_eq!(model_id(&config, &named), "smollm2-135m-instruct");
+        assert_eq!(model_id(&config, &Gguf::default()), "Some.Q4_1");
+        config.model_id = Some("mine".to_owned());
+        assert_eq!(model_id(&config, &named), "mine");
+    }
+}

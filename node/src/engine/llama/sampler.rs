@@ -185,7 +185,7 @@ impl Sampler {
                 reached += f64::from(candidate.weight);
                 reached > target
             })
-            .or(self.candidates.last())
+            .or_else(|| self.candidates.last())
             .map_or(0, |candidate| candidate.id)
     }
 }
@@ -294,3 +294,5 @@ fn mix(seed: u64) -> u64 {
     x ^ (x >> 31)
 }
 
+#[cfg(test)]
+mod tests;

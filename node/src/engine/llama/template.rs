@@ -163,3 +163,5 @@ fn push(parts: &mut Vec<Part>, text: &str, is_template: bool) {
     }
 }
 
+#[cfg(test)]
+mod tests;
