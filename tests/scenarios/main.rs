@@ -1,1 +1,3 @@
-fn main() {}
+//! Scenarios: the parts of a node together, and whole meshes.
+
+mod llama_executor;

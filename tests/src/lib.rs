@@ -1,1 +1,3 @@
-//! x
+//! What the scenario tests share.
+
+pub mod tiny_gguf;
