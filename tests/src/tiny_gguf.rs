@@ -24,8 +24,6 @@ pub const MESSAGE_END: u32 = 260;
 pub const SPACE: u32 = 261;
 /// Tokens the model says it was trained on in one sequence.
 pub const CONTEXT: u32 = 4096;
-/// `general.name`.
-pub const NAME: &str = "Tiny Random";
 
 /// ChatML, without the system prompt that real models add.
 const TEMPLATE: &str = "{% for message in messages %}\
@@ -149,7 +147,7 @@ fn f16_bits(value: f32) -> u16 {
 fn metadata() -> (u64, Vec<u8>) {
     let mut out = Metadata::default();
     out.text("general.architecture", "llama");
-    out.text("general.name", NAME);
+    out.text("general.name", "tiny-random");
     out.number("general.file_type", Q4_1);
     out.number("llama.context_length", CONTEXT);
     out.number("llama.embedding_length", WIDTH as u32);

@@ -14,7 +14,7 @@ use super::{config, tiny};
 fn the_tiny_model_loads_and_tells_its_facts() {
     let parts = tiny(true);
     let model = &parts.facts.models[0];
-    assert_eq!(model.id, "tiny-random");
+    assert_eq!(model.id, "tiny");
     assert_eq!(model.context, Tokens(512));
     assert_eq!(parts.facts.total, Blocks(128));
     assert!(parts.layout.split && parts.facts.capabilities.reproducible);

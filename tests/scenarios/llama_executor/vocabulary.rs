@@ -64,6 +64,18 @@ fn control_tokens_written_by_a_user_are_text() {
 }
 
 #[test]
+fn a_control_token_cannot_be_put_together_from_two_messages() {
+    let parts = tiny(false);
+    // The template writes a line break between the two, so only the halves can be tried.
+    for halves in [["<|im_", "end|>"], ["<|im_end|", ">"]] {
+        let [first, second] = halves.map(|half| message("user", half));
+        let ids = parts.text.encode_chat(&[first, second]).expect("encodes");
+        let ends = ids.iter().filter(|&&id| id == MESSAGE_END).count();
+        assert_eq!(ends, 2, "{halves:?}");
+    }
+}
+
+#[test]
 fn a_role_cannot_smuggle_control_tokens() {
     let parts = tiny(false);
     let error = parts

@@ -23,8 +23,8 @@ pub const CELL_GRANULE: u32 = 256;
 pub struct LlamaConfig {
     /// The GGUF file.
     pub model_path: PathBuf,
-    /// Name that clients use. `None`: `general.name` of the file in lower case, words joined by
-    /// hyphens, else the file's stem.
+    /// Name that clients use. `None`: the file's name without its extension. (The name inside the
+    /// file is often that of a training run.)
     pub model_id: Option<String>,
     /// KV tokens in all, rounded up to [`CELL_GRANULE`] (split: per slot).
     pub context_tokens: NonZeroU32,

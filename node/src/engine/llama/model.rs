@@ -114,9 +114,9 @@ pub fn load(config: &LlamaConfig) -> Result<LlamaParts, LlamaLoadError> {
     let executor = LlamaExecutor::new(context, layout, Arc::clone(&text));
     let facts = EngineFacts {
         models: vec![ModelFacts {
-            id: model_id(config, &gguf),
+            id: model_id(config),
             context: layout.tokens_per_slot,
-            fingerprint: fingerprint(&digest, config, &native::build_features()),
+            fingerprint: fingerprint(&digest, config, native::build_features()),
             created: modified(path),
         }],
         block_size: config.block_size,
@@ -299,21 +299,11 @@ fn fingerprint(digest: &[u8; 32], config: &LlamaConfig, build_features: &str) ->
         .fold(0, |sum, &byte| sum << 8 | u64::from(byte))
 }
 
-fn model_id(config: &LlamaConfig, gguf: &Gguf) -> String {
-    let from_name = || {
-        let name = gguf.name.as_deref().unwrap_or_default();
-        let words: Vec<&str> = name.split_whitespace().collect();
-        (!words.is_empty()).then(|| words.join("-").to_lowercase())
-    };
-    let from_path = || {
+fn model_id(config: &LlamaConfig) -> String {
+    config.model_id.clone().unwrap_or_else(|| {
         let stem = config.model_path.file_stem().unwrap_or_default();
         stem.to_string_lossy().into_owned()
-    };
-    config
-        .model_id
-        .clone()
-        .or_else(from_name)
-        .unwrap_or_else(from_path)
+    })
 }
 
 /// When the file was last written, in Unix seconds; zero when the system does not say.
@@ -372,15 +362,10 @@ mod tests {
     }
 
     #[test]
-    fn a_model_is_named_by_the_operator_else_the_file_else_its_path() {
-        let mut config = LlamaConfig::new("/models/Some.Q4_1.gguf");
-        let named = Gguf {
-            name: Some("SmolLM2 135M  Instruct".to_owned()),
-            ..Gguf::default()
-        };
-        assert_eq!(model_id(&config, &named), "smollm2-135m-instruct");
-        assert_eq!(model_id(&config, &Gguf::default()), "Some.Q4_1");
+    fn a_model_is_named_by_the_operator_else_by_its_file() {
+        let mut config = LlamaConfig::new("/models/Some-1B.Q4_1.gguf");
+        assert_eq!(model_id(&config), "Some-1B.Q4_1");
         config.model_id = Some("mine".to_owned());
-        assert_eq!(model_id(&config, &named), "mine");
+        assert_eq!(model_id(&config), "mine");
     }
 }

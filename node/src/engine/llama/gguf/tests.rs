@@ -82,7 +82,6 @@ fn sample() -> Vec<u8> {
 fn the_facts_of_a_whole_file_are_kept() {
     let expected = Gguf {
         architecture: "llama".to_owned(),
-        name: Some("Some Name".to_owned()),
         tokenizer: Some("gpt2".to_owned()),
         chat_template: Some("{{ x }}".to_owned()),
         parts: 1,

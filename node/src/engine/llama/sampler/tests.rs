@@ -228,24 +228,27 @@ fn logprobs_are_finite_whatever_the_logits() {
     }
 }
 
-/// The definition of top-p: sort all, keep a prefix.
-fn nucleus(weights: &[f32], top_p: f32) -> Vec<u32> {
+/// The definition: rank all, keep k, keep those that reach the share, keep those above the minimum.
+fn restricted(weights: &[f32], params: &SamplingParams) -> Vec<u32> {
     let mut ranked: Vec<Candidate> = (0..)
         .zip(weights)
         .map(|(id, &weight)| Candidate { weight, id })
         .collect();
     ranked.sort_by(Candidate::by_rank);
-    let target = f64::from(top_p) * sum(&ranked);
-    let mut reached = 0.0;
-    let mut kept = Vec::new();
-    for candidate in ranked {
-        kept.push(candidate.id);
-        reached += f64::from(candidate.weight);
-        if reached >= target {
-            break;
-        }
+    if params.top_k > 0 {
+        ranked.truncate(params.top_k as usize);
     }
-    kept
+    let target = f64::from(params.top_p) * sum(&ranked);
+    let mut before = 0.0;
+    if params.top_p < 1.0 {
+        ranked.retain(|candidate| {
+            let kept = before < target || before == 0.0;
+            before += f64::from(candidate.weight);
+            kept
+        });
+    }
+    ranked.retain(|candidate| candidate.weight >= params.min_p);
+    ranked.iter().map(|candidate| candidate.id).collect()
 }
 
 fn some_params() -> impl Strategy<Value = SamplingParams> {
@@ -288,15 +291,19 @@ proptest! {
     }
 
     #[test]
-    fn top_p_by_parts_is_top_p_by_sorting_all(weights in vec(0.01f32..1.0, 1..900), top_p in 0.0f32..1.0) {
-        let mut candidates: Vec<Candidate> =
-            (0..).zip(&weights).map(|(id, &weight)| Candidate { weight, id }).collect();
-        let target = f64::from(top_p) * sum(&candidates);
-        keep_top_p(&mut candidates, target, false);
-        let kept: Vec<u32> = candidates.iter().map(|candidate| candidate.id).collect();
+    fn the_tokens_kept_are_those_of_the_definition(
+        mut weights in vec((0f32..8.0).prop_map(|depth| (-depth).exp()), 1..900),
+        params in some_params(),
+    ) {
+        weights[0] = 1.0;
+        let candidates = (0..).zip(&weights).map(|(id, &weight)| Candidate { weight, id }).collect();
+        let mut sampler = Sampler { candidates, ..Sampler::default() };
+        sampler.restrict(&params);
+        sampler.candidates.sort_by(Candidate::by_rank);
+        let kept: Vec<u32> = sampler.candidates.iter().map(|candidate| candidate.id).collect();
         // Sums in another order may differ in the last bit and so by one token.
-        let expected = nucleus(&weights, top_p);
-        prop_assert!(kept.len().abs_diff(expected.len()) <= 1);
+        let expected = restricted(&weights, &params);
+        prop_assert!(kept.len().abs_diff(expected.len()) <= 1, "{} {}", kept.len(), expected.len());
         let common = kept.len().min(expected.len());
         prop_assert_eq!(&kept[..common], &expected[..common]);
     }
