@@ -1,3 +1,4 @@
-//! Scenarios: the parts of a node together, and whole meshes.
+//! The list of scenarios; one behaviour of a whole mesh a file.
+#![expect(clippy::expect_used, reason = "a failure here is a failed test")]
 
 mod llama_executor;

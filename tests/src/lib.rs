@@ -1,3 +1,10 @@
-//! What the scenario tests share.
+//! What the scenario tests are written in: meshes in one process, a client, and waiting.
+#![expect(
+    clippy::expect_used,
+    clippy::panic,
+    reason = "test support: a failure here is a failed test"
+)]
 
+pub mod client;
 pub mod tiny_gguf;
+pub mod wait;
