@@ -14,14 +14,15 @@ use llama_cpp_2::model::LlamaModel;
 use llama_cpp_2::model::params::LlamaModelParams;
 use llama_cpp_sys_2::LLAMA_FLASH_ATTN_TYPE_ENABLED;
 use sha2::{Digest, Sha256};
-use shoal_gossip::{ModelFacts, Tokens};
+use shoal_gossip::{Clock, ModelFacts, Tokens};
 
+use crate::engine::batched::{BatchConfig, BatchedEngine};
 use crate::engine::llama::config::{LlamaConfig, LlamaConfigError, LlamaLayout};
 use crate::engine::llama::executor::LlamaExecutor;
 use crate::engine::llama::gguf::{self, Gguf, GgufError};
 use crate::engine::llama::native;
 use crate::engine::llama::vocabulary::LlamaText;
-use crate::engine::{Capabilities, EngineFacts};
+use crate::engine::{Capabilities, EngineError, EngineFacts};
 
 /// Version of the crates llama-cpp-2 and llama-cpp-sys-2, part of the fingerprint: both are pinned
 /// in Cargo.toml and a test compares.
@@ -34,6 +35,8 @@ pub struct LlamaParts {
     pub facts: EngineFacts,
     /// How the KV is divided.
     pub layout: LlamaLayout,
+    /// Sizes for the batch core.
+    pub batch: BatchConfig,
     /// Computes steps; for the engine thread.
     pub executor: LlamaExecutor,
     /// The vocabulary; for all threads.
@@ -89,6 +92,9 @@ pub enum LlamaLoadError {
         /// llama.cpp's own words.
         reason: String,
     },
+    /// The engine around the model did not start.
+    #[error(transparent)]
+    Engine(EngineError),
 }
 
 /// Loads a model. Blocks for the time it takes to read the file once: call it from a thread that
@@ -112,15 +118,16 @@ pub fn load(config: &LlamaConfig) -> Result<LlamaParts, LlamaLoadError> {
     let (context, layout) = make_context(backend, model, config)?;
     let text = Arc::new(LlamaText::new(model, gguf.chat_template.as_deref(), layout));
     let executor = LlamaExecutor::new(context, layout, Arc::clone(&text));
+    let batch = layout.batch_config(config);
     let facts = EngineFacts {
         models: vec![ModelFacts {
             id: model_id(config),
-            context: layout.tokens_per_slot,
+            context: batch.context,
             fingerprint: fingerprint(&digest, config, native::build_features()),
             created: modified(path),
         }],
-        block_size: config.block_size,
-        total: layout.blocks(config.block_size),
+        block_size: batch.block_size,
+        total: batch.total,
         capabilities: Capabilities {
             reproducible: config.reproducible,
             resumes: true,
@@ -140,9 +147,30 @@ pub fn load(config: &LlamaConfig) -> Result<LlamaParts, LlamaLoadError> {
     Ok(LlamaParts {
         facts,
         layout,
+        batch,
         executor,
         text,
     })
+}
+
+/// Loads a model and starts the engine around it. Blocks as [`load`] does.
+///
+/// # Errors
+/// See [`LlamaLoadError`].
+pub fn start(
+    config: &LlamaConfig,
+    clock: Arc<dyn Clock>,
+) -> Result<Arc<BatchedEngine>, LlamaLoadError> {
+    let parts = load(config)?;
+    let executor = parts.executor;
+    BatchedEngine::start(
+        parts.batch,
+        parts.facts,
+        move || Ok(executor),
+        parts.text,
+        clock,
+    )
+    .map_err(LlamaLoadError::Engine)
 }
 
 /// Reads the head of the file and refuses what llama.cpp would crash on or we cannot run.
@@ -278,17 +306,17 @@ fn digest(path: &Path) -> Result<[u8; 32], LlamaLoadError> {
 }
 
 /// Names all that decides over tokens and over the form of KV: weights, llama.cpp's version and
-/// build, KV type and layout, the largest step, the machine's architecture.
+/// build, KV type and layout, the prefill grid, the machine's architecture.
 ///
 /// The build counts (an AVX2 and an AVX-512 build were seen to give different tokens), the
 /// processor does not: llama.cpp chose its code when it was compiled.
 fn fingerprint(digest: &[u8; 32], config: &LlamaConfig, build_features: &str) -> u64 {
     let text = format!(
-        "{LLAMA_CPP_VERSION}|{}|{build_features}|{:?}|split={}|flash|step={}",
+        "{LLAMA_CPP_VERSION}|{}|{build_features}|{:?}|split={}|flash|grid={:?}",
         std::env::consts::ARCH,
         kv_type(config),
         config.reproducible,
-        config.step_tokens,
+        config.prefill_grid(),
     );
     let hash = Sha256::new()
         .chain_update(digest)
@@ -335,21 +363,21 @@ mod tests {
             reproducible: true,
             ..shared.clone()
         };
-        let longer_steps = LlamaConfig {
+        let other_grid = LlamaConfig {
             step_tokens: NonZeroU32::MIN.saturating_add(99),
-            ..shared.clone()
+            ..reproducible.clone()
         };
         let mut all = vec![
             fingerprint(&[1; 32], &shared, "AVX2 = 1"),
             fingerprint(&[2; 32], &shared, "AVX2 = 1"),
             fingerprint(&[1; 32], &shared, "AVX512 = 1"),
             fingerprint(&[1; 32], &reproducible, "AVX2 = 1"),
-            fingerprint(&[1; 32], &longer_steps, "AVX2 = 1"),
+            fingerprint(&[1; 32], &other_grid, "AVX2 = 1"),
         ];
         all.sort_unstable();
         all.dedup();
         assert_eq!(all.len(), 5);
-        // The number of threads and of slots changes neither tokens nor the form of KV.
+        // Neither the number of threads nor the name changes tokens or the form of KV.
         let more_threads = LlamaConfig {
             threads: NonZeroU32::MIN.saturating_add(1),
             model_id: Some("other".to_owned()),
