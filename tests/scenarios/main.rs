@@ -11,4 +11,5 @@ mod bad_input_is_answered;
 mod client_goes_away;
 mod host_is_lost;
 mod leaving_in_order;
+mod llama_executor;
 mod overload_is_refused;

@@ -7,4 +7,5 @@
 
 pub mod client;
 pub mod cluster;
+pub mod tiny_gguf;
 pub mod wait;
