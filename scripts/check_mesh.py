@@ -240,7 +240,7 @@ async def kill_busy(nodes, cases):
     busy = sorted(cases, key=lambda case: -case.max_tokens)[:16]
     async with client(one) as first, client(two) as second:
         asked = [asyncio.create_task(tally.run((first, second)[n % 2], case, True)) for n, case in enumerate(busy)]
-        lost = await nodes.wait_until_running(victim, 2, 60)
+        lost = await nodes.wait_until_running(victim, 2, 20)
         killed = nodes.kill(victim)
         gone = await nodes.wait_until_seen([one, two], 2, 3 * GONE_WITHIN_BUSY, killed)
         await asyncio.gather(*asked)
@@ -302,7 +302,7 @@ def main():
     else:
         shutil.rmtree(folder, ignore_errors=True)
     verdict = "FAIL" if complaints else "PASS"
-    trouble = [f"{len(complaints)} complaints, the first: {complaints[0]}"] if complaints else []
+    trouble = [f"complaints: {len(complaints)}, the first: {complaints[0]}"] if complaints else []
     print(f"{verdict} mesh: {'; '.join(trouble + figures)}".replace("\n", " "), flush=True)
     sys.exit(1 if complaints else 0)
 

@@ -109,7 +109,7 @@ MODEL="$("$ROOT/scripts/fetch-model.sh")"
 MODEL_ID="smollm2-135m"
 scratch
 RUN="$FOLDER"
-declare -A HTTP MESH PID ID
+declare -a HTTP MESH PID ID
 
 say "Starting $NODES nodes"
 "$SHOAL" keygen --out "$RUN/cluster.key" >/dev/null
