@@ -1,6 +1,7 @@
 //! The embedded engine's executor on a tiny model: what llama.cpp computes, and what never reaches
 //! it.
 
+mod engine;
 mod loading;
 mod vocabulary;
 
