@@ -12,7 +12,10 @@ pub struct MonotonicClock {
 
 impl MonotonicClock {
     /// Starts counting now.
-    #[expect(clippy::disallowed_methods, reason = "this type is the one reader of the clock")]
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "this type is the one reader of the clock"
+    )]
     pub fn start() -> Self {
         Self {
             started: Instant::now(),
@@ -28,7 +31,10 @@ impl Clock for MonotonicClock {
 
 /// Wall time since 1970, for logs, incarnations and the age check of sealed datagrams; zero on a
 /// machine whose clock stands before 1970.
-#[expect(clippy::disallowed_methods, reason = "this function is the one reader of wall time")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "this function is the one reader of wall time"
+)]
 pub fn unix_time() -> Duration {
     SystemTime::now()
         .duration_since(SystemTime::UNIX_EPOCH)

@@ -3,7 +3,16 @@
 //! Cores and flows see only the traits here; `control` (libp2p) and `stream` (quinn) implement
 //! them between hosts, `memory` inside one process.
 
+pub mod codec;
+pub mod control;
+mod members;
+pub mod memory;
 pub mod messages;
+pub mod socket;
+pub mod stream;
+#[cfg(test)]
+mod testing;
+pub mod tls;
 
 use std::fmt;
 use std::time::Duration;
@@ -55,7 +64,8 @@ pub enum ControlError {
 #[async_trait]
 pub trait ControlPlane: Send + Sync + fmt::Debug {
     /// Asks `to` and waits for the answer, at most `deadline`. Safe to drop: the peer may act all the same.
-    async fn ask(&self, to: NodeId, ask: Ask, deadline: Duration) -> Result<Answered, ControlError>;
+    async fn ask(&self, to: NodeId, ask: Ask, deadline: Duration)
+    -> Result<Answered, ControlError>;
 }
 
 /// Answers other nodes.
@@ -98,10 +108,45 @@ pub enum StreamError {
 /// Home's end of a token stream. Dropping it aborts the request at the host.
 #[derive(Debug)]
 pub struct FrameReceiver {
-    /// Frames in order. Ends without an error only after `Finished` or `Failed`.
-    pub frames: mpsc::Receiver<Result<Frame, StreamError>>,
-    /// Ends the task that fills `frames`, if there is one.
-    pub reader: Option<DropGuard>,
+    source: FrameSource,
+    _reader: Option<DropGuard>,
+}
+
+#[derive(Debug)]
+enum FrameSource {
+    /// Filled by a task that reads the network.
+    Remote(mpsc::Receiver<Result<Frame, StreamError>>),
+    /// Filled by this node's own host.
+    Local(mpsc::Receiver<Frame>),
+}
+
+impl FrameReceiver {
+    /// Frames that a task reads from the network; `reader` ends that task when this is dropped.
+    pub fn remote(
+        frames: mpsc::Receiver<Result<Frame, StreamError>>,
+        reader: Option<DropGuard>,
+    ) -> Self {
+        Self {
+            source: FrameSource::Remote(frames),
+            _reader: reader,
+        }
+    }
+
+    /// Frames of this node's own host.
+    pub fn local(frames: mpsc::Receiver<Frame>) -> Self {
+        Self {
+            source: FrameSource::Local(frames),
+            _reader: None,
+        }
+    }
+
+    /// The next frame, in order. `None` is an end that the host did not announce. Safe to drop.
+    pub async fn next(&mut self) -> Option<Result<Frame, StreamError>> {
+        match &mut self.source {
+            FrameSource::Remote(frames) => frames.recv().await,
+            FrameSource::Local(frames) => frames.recv().await.map(Ok),
+        }
+    }
 }
 
 /// Opens token streams to other nodes.

@@ -1,8 +1,10 @@
 //! OpenAI's request and response bodies: what clients send, checked, and what they get back.
 
 mod request;
+mod response;
 
 pub use request::{
     ChatMessage, GenerateRequest, MAX_LOGPROBS, MAX_MODEL_NAME, MAX_STOP_BYTES, MAX_STOPS,
     PromptInput, parse,
 };
+pub use response::{ChunkWriter, Envelope, Usage, WholeAnswer, done, event};

@@ -107,6 +107,18 @@ pub enum Answer {
     Done,
 }
 
+impl Answer {
+    /// One word for metrics.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Accept { .. } => "accept",
+            Self::Redirect { .. } => "redirect",
+            Self::Refuse(_) => "refuse",
+            Self::Load | Self::Done => "other",
+        }
+    }
+}
+
 /// Why an offer was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, thiserror::Error)]
 pub enum RefuseReason {
@@ -168,8 +180,8 @@ pub struct Frame {
 pub enum FrameBody {
     /// The host's engine has taken the request. Always first, unless `Failed` is.
     Started {
-        /// Prompt ids when the submission had none: home needs them for the ledger.
-        prompt: Option<Vec<u32>>,
+        /// The body as this host read it, when the submission came without: a replay sends it along.
+        prepared: Option<Prepared>,
         /// Prompt length.
         prompt_tokens: u32,
     },

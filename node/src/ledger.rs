@@ -1,0 +1,244 @@
+//! The home's record of one request: what was received, from which ownership, and what that means
+//! for the next frame. Pure; holds invariants 1 and 2 of `docs/architecture.md`.
+
+use shoal_gossip::{Epoch, RequestId};
+
+use crate::engine::{EngineError, Finish, TokenBatch};
+use crate::mesh::messages::{Frame, FrameBody};
+
+/// What a frame means.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Verdict {
+    /// Give these tokens to the client: the next indexes, never seen before.
+    Deliver(TokenBatch),
+    /// The request is complete.
+    Finish(Finish),
+    /// Nothing for the client: a start, an old ownership, or an index that is known already.
+    Ignore,
+    /// The host says that it cannot do it.
+    Failed(EngineError),
+    /// Frames are missing or contradict the record. The request must be replayed from here.
+    Gap {
+        /// The output index that was expected.
+        expected: u32,
+        /// The output index that came.
+        got: u32,
+    },
+}
+
+/// One request as its home knows it.
+#[derive(Clone, Debug)]
+pub struct Ledger {
+    request: RequestId,
+    epoch: Epoch,
+    received: Vec<u32>,
+    limit: usize,
+    finished: bool,
+}
+
+impl Ledger {
+    /// A request that nobody owns yet. `max_tokens` bounds what the record can grow to.
+    pub fn new(request: RequestId, max_tokens: u32) -> Self {
+        Self {
+            request,
+            epoch: Epoch::default(),
+            received: Vec::new(),
+            limit: max_tokens as usize,
+            finished: false,
+        }
+    }
+
+    /// The current ownership.
+    pub fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    /// Output ids received so far.
+    pub fn received(&self) -> &[u32] {
+        &self.received
+    }
+
+    /// Begins the next ownership, the first or another. Frames of the old one are void from now on.
+    pub fn pass_on(&mut self) -> Epoch {
+        self.epoch = self.epoch.next();
+        self.epoch
+    }
+
+    /// Judges the next frame. Late, duplicate and foreign frames change nothing.
+    pub fn accept(&mut self, frame: Frame) -> Verdict {
+        if frame.request != self.request || frame.epoch != self.epoch || self.finished {
+            return Verdict::Ignore;
+        }
+        match frame.body {
+            FrameBody::Started { .. } => Verdict::Ignore,
+            FrameBody::Tokens(batch) => self.append(batch),
+            FrameBody::Finished(finish) => {
+                let got = finish.output_tokens;
+                if got as usize != self.received.len() {
+                    return self.gap(got);
+                }
+                self.finished = true;
+                Verdict::Finish(finish)
+            }
+            FrameBody::Failed(error) => Verdict::Failed(error),
+        }
+    }
+
+    fn append(&mut self, batch: TokenBatch) -> Verdict {
+        let expected = self.received.len();
+        let first = batch.index as usize;
+        let end = first.saturating_add(batch.ids.len());
+        if end <= expected {
+            return Verdict::Ignore;
+        }
+        // Text and log-probabilities belong to the whole batch: one that is half known cannot be cut.
+        if first != expected || end > self.limit {
+            return self.gap(batch.index);
+        }
+        self.received.extend_from_slice(&batch.ids);
+        Verdict::Deliver(batch)
+    }
+
+    fn gap(&self, got: u32) -> Verdict {
+        Verdict::Gap {
+            expected: u32::try_from(self.received.len()).unwrap_or(u32::MAX),
+            got,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shoal_gossip::NodeId;
+
+    use crate::engine::FinishReason;
+
+    const REQUEST: RequestId = RequestId {
+        home: NodeId(1),
+        serial: 2,
+    };
+
+    fn ledger() -> Ledger {
+        let mut ledger = Ledger::new(REQUEST, 10);
+        assert_eq!(ledger.pass_on(), Epoch::FIRST);
+        ledger
+    }
+
+    fn frame(epoch: u32, body: FrameBody) -> Frame {
+        Frame {
+            request: REQUEST,
+            epoch: Epoch(epoch),
+            body,
+        }
+    }
+
+    fn tokens(epoch: u32, index: u32, ids: &[u32]) -> Frame {
+        frame(
+            epoch,
+            FrameBody::Tokens(TokenBatch {
+                index,
+                ids: ids.to_vec(),
+                text: format!("{ids:?}"),
+                logprobs: Vec::new(),
+            }),
+        )
+    }
+
+    fn finished(epoch: u32, output_tokens: u32) -> Frame {
+        frame(
+            epoch,
+            FrameBody::Finished(Finish {
+                reason: FinishReason::Stop,
+                output_tokens,
+                text: String::new(),
+            }),
+        )
+    }
+
+    #[test]
+    fn the_next_index_is_delivered_once_and_a_known_one_is_dropped() {
+        let mut ledger = ledger();
+        assert!(matches!(
+            ledger.accept(tokens(1, 0, &[7])),
+            Verdict::Deliver(_)
+        ));
+        assert_eq!(ledger.accept(tokens(1, 0, &[7])), Verdict::Ignore);
+        assert!(matches!(
+            ledger.accept(tokens(1, 1, &[8, 9])),
+            Verdict::Deliver(_)
+        ));
+        assert_eq!(ledger.received(), [7, 8, 9]);
+    }
+
+    #[test]
+    fn a_missing_index_is_a_gap_and_so_is_a_batch_that_is_half_known() {
+        let mut ledger = ledger();
+        ledger.accept(tokens(1, 0, &[7]));
+        let gap = |got| Verdict::Gap { expected: 1, got };
+        assert_eq!(ledger.accept(tokens(1, 2, &[9])), gap(2));
+        assert_eq!(ledger.accept(tokens(1, 0, &[7, 8])), gap(0));
+        assert_eq!(ledger.received(), [7]);
+    }
+
+    #[test]
+    fn more_output_than_was_asked_for_is_a_gap_and_not_memory() {
+        let mut ledger = ledger();
+        let flood = tokens(1, 0, &[1; 11]);
+        assert!(matches!(ledger.accept(flood), Verdict::Gap { .. }));
+        assert!(matches!(
+            ledger.accept(tokens(1, u32::MAX, &[1])),
+            Verdict::Gap { .. }
+        ));
+    }
+
+    #[test]
+    fn frames_of_an_older_or_unknown_ownership_change_nothing() {
+        let mut ledger = ledger();
+        ledger.accept(tokens(1, 0, &[7]));
+        assert_eq!(ledger.pass_on(), Epoch(2));
+        assert_eq!(ledger.accept(tokens(1, 1, &[8])), Verdict::Ignore);
+        assert_eq!(ledger.accept(finished(1, 1)), Verdict::Ignore);
+        assert_eq!(ledger.accept(tokens(3, 1, &[8])), Verdict::Ignore);
+        assert!(matches!(
+            ledger.accept(tokens(2, 1, &[8])),
+            Verdict::Deliver(_)
+        ));
+    }
+
+    #[test]
+    fn a_frame_of_another_request_changes_nothing() {
+        let mut ledger = ledger();
+        let mut foreign = tokens(1, 0, &[7]);
+        foreign.request.serial = 99;
+        assert_eq!(ledger.accept(foreign), Verdict::Ignore);
+    }
+
+    #[test]
+    fn an_end_that_does_not_match_what_was_received_is_a_gap() {
+        let mut ledger = ledger();
+        ledger.accept(tokens(1, 0, &[7]));
+        assert_eq!(
+            ledger.accept(finished(1, 2)),
+            Verdict::Gap {
+                expected: 1,
+                got: 2
+            }
+        );
+        assert!(matches!(ledger.accept(finished(1, 1)), Verdict::Finish(_)));
+        assert_eq!(ledger.accept(finished(1, 1)), Verdict::Ignore);
+        assert_eq!(ledger.accept(tokens(1, 1, &[8])), Verdict::Ignore);
+    }
+
+    #[test]
+    fn a_failure_of_the_current_host_is_told_and_of_a_former_one_is_not() {
+        let mut ledger = ledger();
+        let failed = |epoch| frame(epoch, FrameBody::Failed(EngineError::QueueFull));
+        assert_eq!(
+            ledger.accept(failed(1)),
+            Verdict::Failed(EngineError::QueueFull)
+        );
+        ledger.pass_on();
+        assert_eq!(ledger.accept(failed(1)), Verdict::Ignore);
+    }
+}
