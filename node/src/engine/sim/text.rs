@@ -110,7 +110,7 @@ fn word_at(rest: &[u8]) -> Option<(u32, usize)> {
 fn encode(text: &str, ids: &mut Vec<u32>) {
     let mut rest = text.as_bytes();
     while let Some(byte) = rest.first() {
-        let (id, length) = word_at(rest).unwrap_or((u32::from(*byte), 1));
+        let (id, length) = word_at(rest).unwrap_or_else(|| (u32::from(*byte), 1));
         ids.push(id);
         rest = &rest[length..];
     }
