@@ -17,6 +17,7 @@ use crate::knowledge::Knowledge;
 use crate::load::LoadSource;
 use crate::mesh::messages::{Answer, Ask, Frame, FrameBody, Offer, RefuseReason, Submit};
 use crate::mesh::{Answered, ControlHandler, ControlPlane, StreamHandler};
+use crate::metrics::Metrics;
 
 /// How a host behaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +39,7 @@ pub struct Host {
     loads: Arc<LoadSource>,
     knowledge: Arc<Knowledge>,
     settings: HostSettings,
+    metrics: Arc<Metrics>,
     /// Set once the control plane runs; the plane needs its handler, this host, before.
     control: OnceLock<Arc<dyn ControlPlane>>,
 }
@@ -48,6 +50,7 @@ impl Host {
         engine: Arc<dyn Engine>,
         loads: Arc<LoadSource>,
         knowledge: Arc<Knowledge>,
+        metrics: Arc<Metrics>,
         settings: HostSettings,
     ) -> Self {
         Self {
@@ -55,6 +58,7 @@ impl Host {
             loads,
             knowledge,
             settings,
+            metrics,
             control: OnceLock::new(),
         }
     }
@@ -62,7 +66,7 @@ impl Host {
     /// Lets the host probe others. Before that it answers from its own numbers alone.
     pub fn connect(&self, control: Arc<dyn ControlPlane>) {
         // A second call changes nothing: there is one control plane per node.
-        let _ = self.control.set(control);
+        self.control.get_or_init(|| control);
     }
 
     async fn consider(&self, from: NodeId, offer: Offer) -> Answer {
@@ -206,7 +210,11 @@ impl Drop for AbortOnDrop<'_> {
 impl ControlHandler for Host {
     async fn answer(&self, from: NodeId, ask: Ask) -> Answered {
         let answer = match ask {
-            Ask::Offer(offer) => self.consider(from, offer).await,
+            Ask::Offer(offer) => {
+                let answer = self.consider(from, offer).await;
+                self.metrics.offer_received(answer.kind());
+                answer
+            }
             Ask::Probe => Answer::Load,
             Ask::Abort { request, epoch } => {
                 // Only its home may end a request.
@@ -251,7 +259,7 @@ impl StreamHandler for Host {
                 param: None,
             };
             // The stream may be gone; then nobody is left to tell.
-            let _ = frames.send(frame(FrameBody::Failed(why))).await;
+            drop(frames.send(frame(FrameBody::Failed(why))).await);
             return;
         }
         let mut job = match self.start(submit).await {
@@ -259,7 +267,7 @@ impl StreamHandler for Host {
             Err(error) => {
                 debug!(%request, %from, %error, "submission refused");
                 // As above.
-                let _ = frames.send(frame(FrameBody::Failed(error))).await;
+                drop(frames.send(frame(FrameBody::Failed(error))).await);
                 return;
             }
         };

@@ -1,1 +1,11 @@
-//! x
+//! What the scenario tests are written in: meshes in one process, a client, and waiting.
+#![expect(
+    clippy::expect_used,
+    clippy::panic,
+    reason = "test support: a failure here is a failed test"
+)]
+
+pub mod client;
+pub mod cluster;
+pub mod tiny_gguf;
+pub mod wait;

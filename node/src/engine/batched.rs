@@ -1,3 +1,19 @@
 //! Engines that run many sequences in one batch: the shell around the batch core.
+//!
+//! [`Batcher`] decides, [`BatchedEngine`] acts: one thread owns the [`Executor`] and does nothing but
+//! plan, compute and hand out. What computes is a parameter, so the embedded llama.cpp and the
+//! simulated engine differ in their executor and vocabulary only.
+
+mod core;
+mod engine;
 mod executor;
-pub use executor::{Executor, Sample, Sampled, Slot, Step, StepItem, TextModel};
+mod jobs;
+mod prepare;
+mod thread;
+
+pub use self::core::{
+    BatchConfig, BatchConfigError, Batcher, Drawn, Layout, PlanItem, SeqKey, SeqSpec, StepPlan,
+    SubmitRefusal,
+};
+pub use self::engine::BatchedEngine;
+pub use self::executor::{Executor, Sample, Sampled, Slot, Step, StepItem, TextModel};

@@ -107,6 +107,18 @@ pub enum Answer {
     Done,
 }
 
+impl Answer {
+    /// One word for metrics.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Accept { .. } => "accept",
+            Self::Redirect { .. } => "redirect",
+            Self::Refuse(_) => "refuse",
+            Self::Load | Self::Done => "other",
+        }
+    }
+}
+
 /// Why an offer was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, thiserror::Error)]
 pub enum RefuseReason {

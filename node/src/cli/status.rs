@@ -1,0 +1,85 @@
+//! `shoal status`: the mesh as one of its nodes sees it.
+
+mod fetch;
+mod table;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+
+use crate::cli::output::{fail, print};
+use fetch::{FetchError, Question};
+
+/// Flags of `shoal status`.
+#[derive(Debug, Args)]
+pub(super) struct StatusArgs {
+    /// Any node of the mesh.
+    #[arg(
+        long,
+        env = "SHOAL_NODE",
+        value_name = "URL",
+        default_value = "http://127.0.0.1:8080"
+    )]
+    node: String,
+
+    /// API key, if the node wants one.
+    #[arg(
+        long,
+        env = "SHOAL_API_KEY",
+        value_name = "KEY",
+        hide_env_values = true
+    )]
+    api_key: Option<String>,
+
+    /// Certificate authority in PEM that signed the node's certificate; needed for https.
+    #[arg(long, value_name = "FILE")]
+    ca_cert: Option<PathBuf>,
+
+    /// Print what the node said, as JSON.
+    #[arg(long)]
+    json: bool,
+
+    /// Time the node has to answer, in milliseconds.
+    #[arg(long, value_name = "MS", default_value_t = 5_000)]
+    timeout_ms: u64,
+}
+
+/// Runs `shoal status`.
+pub(super) fn run(args: &StatusArgs) -> ExitCode {
+    let runtime = match tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+    {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(format_args!("cannot start: {error}")),
+    };
+    match runtime.block_on(report(args)) {
+        Ok(text) => print(&text),
+        Err(error) => fail(error),
+    }
+}
+
+async fn report(args: &StatusArgs) -> Result<String, FetchError> {
+    let question = Question {
+        url: &args.node,
+        path: "/mesh/nodes",
+        api_key: args.api_key.as_deref(),
+        authority: args.ca_cert.as_deref(),
+        deadline: Duration::from_millis(args.timeout_ms),
+    };
+    let body = fetch::get(&question).await?;
+    let not_a_node = || FetchError::NotANode {
+        url: args.node.clone(),
+    };
+    let view = serde_json::from_slice(&body).map_err(|_| not_a_node())?;
+    let table = table::render(&view).ok_or_else(not_a_node)?;
+    match args.json {
+        true => Ok(format!("{}\n", String::from_utf8_lossy(&body).trim_end())),
+        false => Ok(table),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,225 @@
+//! One small HTTP request, with errors that say what to do.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::{BodyExt, Empty, Limited};
+use hyper::client::conn::http1;
+use hyper::header::{AUTHORIZATION, HOST};
+use hyper::{Request, StatusCode, Uri};
+use hyper_util::rt::TokioIo;
+use rustls::{ClientConfig, RootCertStore};
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, ServerName};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+
+/// Longest answer that is read: some 4,000 nodes (the bound of a mesh) of 2 KiB each.
+const MAX_ANSWER: usize = 8 * 1024 * 1024;
+
+/// What is asked, of whom.
+#[derive(Clone, Debug)]
+pub(super) struct Question<'a> {
+    /// The node, with or without `http://`.
+    pub(super) url: &'a str,
+    /// The path.
+    pub(super) path: &'a str,
+    /// Sent as a bearer token.
+    pub(super) api_key: Option<&'a str>,
+    /// PEM file of the certificate authority to trust.
+    pub(super) authority: Option<&'a Path>,
+    /// Time for all of it.
+    pub(super) deadline: Duration,
+}
+
+/// Why there is no answer. Nothing was changed anywhere.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum FetchError {
+    /// The address cannot be read.
+    #[error("`{0}` is not the address of a node; give one like http://127.0.0.1:8080")]
+    BadUrl(String),
+    /// Nobody listens there.
+    #[error("no node answers at {url} ({source}); is it running, and is this its --http-port?")]
+    Unreachable {
+        /// Where.
+        url: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// Somebody listens there and says nothing.
+    #[error("{url} did not answer within {} ms; a larger --timeout-ms waits longer", deadline.as_millis())]
+    Silent {
+        /// Where.
+        url: String,
+        /// How long.
+        deadline: Duration,
+    },
+    /// https without a certificate authority to trust.
+    #[error("for https name the authority that signed the node's certificate with --ca-cert")]
+    NoAuthority,
+    /// The file of the certificate authority is of no use.
+    #[error("--ca-cert {}: {reason}", path.display())]
+    BadAuthority {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// The node's certificate was not accepted, or it does not speak TLS.
+    #[error(
+        "no TLS with {url}: {source}; does the node have --tls-cert, and does --ca-cert belong to it?"
+    )]
+    Tls {
+        /// Where.
+        url: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// The key was missing or wrong.
+    #[error(
+        "{url} wants an API key, and not this one; give a line of its --api-key-file with --api-key or SHOAL_API_KEY"
+    )]
+    Unauthorized {
+        /// Where.
+        url: String,
+    },
+    /// Something answered that is not a node.
+    #[error("{url} answers, but it is not a shoal node; is this its --http-port?")]
+    NotANode {
+        /// Where.
+        url: String,
+    },
+}
+
+/// Asks and returns the body of a good answer.
+pub(super) async fn get(question: &Question<'_>) -> Result<Bytes, FetchError> {
+    match timeout(question.deadline, get_without_deadline(question)).await {
+        Ok(answer) => answer,
+        Err(_) => Err(FetchError::Silent {
+            url: question.url.to_owned(),
+            deadline: question.deadline,
+        }),
+    }
+}
+
+async fn get_without_deadline(question: &Question<'_>) -> Result<Bytes, FetchError> {
+    let url = question.url.to_owned();
+    let bad_url = || FetchError::BadUrl(url.clone());
+    let full = match url.contains("://") {
+        true => url.clone(),
+        false => format!("http://{url}"),
+    };
+    let uri: Uri = full.parse().map_err(|_| bad_url())?;
+    let host = uri.host().ok_or_else(bad_url)?;
+    let host = host.trim_matches(['[', ']']);
+    let (secure, port) = match uri.scheme_str() {
+        Some("http") => (false, uri.port_u16().unwrap_or(80)),
+        Some("https") => (true, uri.port_u16().unwrap_or(443)),
+        _ => return Err(bad_url()),
+    };
+    let authority = uri.authority().ok_or_else(bad_url)?.as_str();
+    let mut request = Request::get(question.path).header(HOST, authority);
+    if let Some(key) = question.api_key {
+        request = request.header(AUTHORIZATION, format!("Bearer {key}"));
+    }
+    let request = request.body(Empty::new()).map_err(|_| bad_url())?;
+    let tls = match secure {
+        true => Some(connector(question.authority)?),
+        false => None,
+    };
+    let tcp = TcpStream::connect((host, port))
+        .await
+        .map_err(|source| FetchError::Unreachable {
+            url: url.clone(),
+            source,
+        })?;
+    match tls {
+        None => exchange(tcp, request, &url).await,
+        Some(connector) => {
+            let name = ServerName::try_from(host.to_owned()).map_err(|_| bad_url())?;
+            let stream = connector
+                .connect(name, tcp)
+                .await
+                .map_err(|source| FetchError::Tls {
+                    url: url.clone(),
+                    source,
+                })?;
+            exchange(stream, request, &url).await
+        }
+    }
+}
+
+/// Trusts the authorities in one file and nobody else.
+fn connector(authority: Option<&Path>) -> Result<TlsConnector, FetchError> {
+    let path = authority.ok_or(FetchError::NoAuthority)?;
+    let bad = |reason: String| FetchError::BadAuthority {
+        path: path.to_owned(),
+        reason,
+    };
+    let mut roots = RootCertStore::empty();
+    let certificates =
+        CertificateDer::pem_file_iter(path).map_err(|error| bad(error.to_string()))?;
+    for certificate in certificates {
+        let certificate = certificate.map_err(|error| bad(error.to_string()))?;
+        roots
+            .add(certificate)
+            .map_err(|error| bad(error.to_string()))?;
+    }
+    if roots.is_empty() {
+        return Err(bad("it holds no certificate".to_owned()));
+    }
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let config = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .map_err(|error| bad(error.to_string()))?
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    Ok(TlsConnector::from(Arc::new(config)))
+}
+
+/// Sends the request over a fresh connection and reads the whole answer.
+async fn exchange<S>(
+    stream: S,
+    request: Request<Empty<Bytes>>,
+    url: &str,
+) -> Result<Bytes, FetchError>
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let not_a_node = || FetchError::NotANode {
+        url: url.to_owned(),
+    };
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
+        .await
+        .map_err(|_| not_a_node())?;
+    let answer = async {
+        let response = sender
+            .send_request(request)
+            .await
+            .map_err(|_| not_a_node())?;
+        match response.status() {
+            StatusCode::OK => {}
+            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
+                return Err(FetchError::Unauthorized {
+                    url: url.to_owned(),
+                });
+            }
+            _ => return Err(not_a_node()),
+        }
+        let body = Limited::new(response.into_body(), MAX_ANSWER);
+        let whole = body.collect().await.map_err(|_| not_a_node())?;
+        Ok(whole.to_bytes())
+    };
+    tokio::pin!(answer);
+    tokio::select! {
+        biased;
+        answer = &mut answer => answer,
+        // The connection may end (`connection: close`) while the last of the body waits to be read.
+        _ = connection => answer.await,
+    }
+}

@@ -1,0 +1,251 @@
+//! Planning one step, and taking note of what it did.
+
+use std::time::Duration;
+
+use shoal_gossip::{Blocks, Timestamp, Tokens};
+
+use super::sequence::{Phase, Place, Promise, Waiter};
+use super::{Batcher, SeqKey};
+use crate::engine::batched::Slot;
+
+/// What the next step computes. Empty `items` means that there is nothing to do.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StepPlan {
+    /// Slots whose KV is dropped before the items run.
+    pub clear: Vec<Slot>,
+    /// Work in ascending order of slot, at most one item per slot.
+    pub items: Vec<PlanItem>,
+    /// Sequences that got a slot in this plan.
+    pub started: Vec<SeqKey>,
+    /// Sequences that lost their KV in this plan.
+    pub preempted: Vec<SeqKey>,
+}
+
+/// Consecutive tokens of one sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlanItem {
+    /// Whose they are.
+    pub key: SeqKey,
+    /// Where its KV lives.
+    pub slot: Slot,
+    /// Position of the first token.
+    pub position: u32,
+    /// How many.
+    pub tokens: u32,
+    /// Output index of the token drawn after the last one, if one is drawn.
+    pub sample: Option<u32>,
+}
+
+/// An output token that a step added.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Drawn {
+    /// Whose it is.
+    pub key: SeqKey,
+    /// Its output index.
+    pub index: u32,
+    /// Whether the sequence has reached its `max_tokens`: it gets no more steps.
+    pub last: bool,
+}
+
+impl Batcher {
+    /// Plans the next step. Everything in the plan counts as held from now on.
+    pub fn plan(&mut self, now: Timestamp) -> StepPlan {
+        self.expire(now);
+        let mut plan = StepPlan::default();
+        let mut budget = self.config.step_tokens;
+        let order = self.running_in_order();
+        for (_, key) in &order {
+            if self.wants(*key, |left| left == 1) && self.grow(*key, &mut plan) {
+                self.push_item(*key, &mut budget, &mut plan);
+            }
+        }
+        for (_, key) in &order {
+            if self.wants(*key, |left| left > 1) {
+                self.push_item(*key, &mut budget, &mut plan);
+            }
+        }
+        self.start_aside(&mut budget, &mut plan);
+        if plan.preempted.is_empty() {
+            self.admit(&mut budget, &mut plan);
+        }
+        plan.items.sort_unstable_by_key(|item| item.slot);
+        if !plan.items.is_empty() {
+            plan.clear = std::mem::take(&mut self.dirty).into_iter().collect();
+        }
+        plan
+    }
+
+    /// Takes note that a planned step ran, and says which tokens it added. Sequences removed while
+    /// it ran are left out.
+    pub fn applied(&mut self, plan: &StepPlan, took: Duration) -> Vec<Drawn> {
+        self.note_step(took);
+        let mut drawn = Vec::new();
+        for item in &plan.items {
+            let Some(sequence) = self.sequences.get_mut(&item.key) else {
+                continue;
+            };
+            sequence.computed = item.position.saturating_add(item.tokens);
+            if let Some(index) = item.sample {
+                sequence.generated = index.saturating_add(1);
+                drawn.push(Drawn {
+                    key: item.key,
+                    index,
+                    last: sequence.is_complete(),
+                });
+            }
+        }
+        drawn
+    }
+
+    fn running_in_order(&self) -> Vec<(Place, SeqKey)> {
+        let mut order: Vec<_> = self
+            .slots
+            .iter()
+            .flatten()
+            .filter_map(|key| Some((self.sequences.get(key)?.place, *key)))
+            .collect();
+        order.sort_unstable();
+        order
+    }
+
+    /// Whether a sequence runs, may take a step, and has this many tokens to compute.
+    fn wants(&self, key: SeqKey, tokens: impl Fn(u32) -> bool) -> bool {
+        self.sequences.get(&key).is_some_and(|sequence| {
+            matches!(sequence.phase, Phase::Running { .. })
+                && !sequence.paused
+                && !sequence.is_complete()
+                && tokens(sequence.uncomputed())
+        })
+    }
+
+    fn push_item(&mut self, key: SeqKey, budget: &mut u32, plan: &mut StepPlan) {
+        let Some(sequence) = self.sequences.get(&key) else {
+            return;
+        };
+        let Phase::Running { slot, .. } = sequence.phase else {
+            return;
+        };
+        let tokens = sequence.chunk(*budget, self.config.prefill_grid);
+        if tokens == 0 {
+            return;
+        }
+        *budget -= tokens;
+        let reaches_the_end = tokens == sequence.uncomputed();
+        plan.items.push(PlanItem {
+            key,
+            slot,
+            position: sequence.computed,
+            tokens,
+            sample: reaches_the_end.then_some(sequence.generated),
+        });
+    }
+
+    /// Gives a decoding sequence the block its next token needs, preempting others if it must.
+    /// False when it cannot have it in this step.
+    fn grow(&mut self, key: SeqKey, plan: &mut StepPlan) -> bool {
+        loop {
+            let free = self.free();
+            let Some(sequence) = self.sequences.get_mut(&key) else {
+                return false;
+            };
+            let known = Tokens(sequence.known());
+            let Phase::Running { held, .. } = &mut sequence.phase else {
+                return false;
+            };
+            let missing = self.config.block_size.blocks_for(known) - *held;
+            if missing <= free {
+                *held += missing;
+                self.used += missing;
+                return true;
+            }
+            let Some(victim) = self.victim() else {
+                // Alone, and the rest is promised: the promise is used or its lease ends.
+                return false;
+            };
+            self.preempt(victim);
+            plan.preempted.push(victim);
+        }
+    }
+
+    /// The one to preempt: a paused one, else the last in order. The only one is spared.
+    fn victim(&self) -> Option<SeqKey> {
+        if self.running_count() < 2 {
+            return None;
+        }
+        self.slots
+            .iter()
+            .flatten()
+            .filter_map(|key| {
+                let sequence = self.sequences.get(key)?;
+                Some((sequence.paused, sequence.place, *key))
+            })
+            .max()
+            .map(|(_, _, key)| key)
+    }
+
+    fn preempt(&mut self, key: SeqKey) {
+        let Some(sequence) = self.sequences.get_mut(&key) else {
+            return;
+        };
+        let Phase::Running { slot, held } = sequence.phase else {
+            return;
+        };
+        sequence.phase = Phase::Waiting;
+        sequence.computed = 0;
+        sequence.preempted = true;
+        self.waiting.insert(sequence.place, Waiter::Sequence(key));
+        self.vacate(slot, held);
+    }
+
+    /// Starts the sequences whose room is set aside.
+    fn start_aside(&mut self, budget: &mut u32, plan: &mut StepPlan) {
+        while let Some((_, key)) = self.aside.pop_first() {
+            if let Some(sequence) = self.sequences.get(&key)
+                && let Phase::Aside(demand) = sequence.phase
+            {
+                self.reserved -= demand;
+                self.start(key, demand, plan);
+                self.push_item(key, budget, plan);
+            }
+        }
+    }
+
+    /// Admits from the front of the queue. Nobody overtakes: a large one would never get its turn.
+    fn admit(&mut self, budget: &mut u32, plan: &mut StepPlan) {
+        while let Some((place, waiter, demand)) = self.first_waiting() {
+            if !self.fits(demand) {
+                return;
+            }
+            match waiter {
+                Waiter::Promise(id) => {
+                    if let Some(reservation) = self.reservations.get_mut(&id) {
+                        reservation.promise = Promise::Aside;
+                        self.reserved += demand;
+                    }
+                    self.waiting.remove(&place);
+                }
+                Waiter::Sequence(key) => {
+                    if *budget == 0 {
+                        return;
+                    }
+                    self.waiting.remove(&place);
+                    self.start(key, demand, plan);
+                    self.push_item(key, budget, plan);
+                }
+            }
+        }
+    }
+
+    /// Gives a sequence the lowest free slot: engines are quickest when used slots are neighbours.
+    fn start(&mut self, key: SeqKey, demand: Blocks, plan: &mut StepPlan) {
+        let free_slot = self.slots.iter().position(Option::is_none);
+        let (Some(index), Some(sequence)) = (free_slot, self.sequences.get_mut(&key)) else {
+            return;
+        };
+        let slot = Slot(u32::try_from(index).unwrap_or(u32::MAX));
+        sequence.phase = Phase::Running { slot, held: demand };
+        self.slots[index] = Some(key);
+        self.used += demand;
+        plan.started.push(key);
+    }
+}

@@ -1,0 +1,139 @@
+//! One request inside the batch core, in counts only.
+
+use std::cmp::Reverse;
+
+use shoal_gossip::{BlockSize, Blocks, Epoch, RequestId, Tokens};
+
+use crate::engine::ReservationId;
+use crate::engine::batched::Slot;
+use crate::engine::work::Priority;
+
+/// Name of a sequence inside one [`Batcher`](super::Batcher); never used twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SeqKey(pub u64);
+
+/// What a sequence is, when it is handed in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SeqSpec {
+    /// Whose it is.
+    pub request: RequestId,
+    /// Which ownership of it.
+    pub epoch: Epoch,
+    /// Prompt tokens, at least one.
+    pub prompt_len: u32,
+    /// Output tokens that exist already; they are prefilled after the prompt.
+    pub generated_len: u32,
+    /// Output tokens in all, those that exist included; above `generated_len`.
+    pub max_tokens: u32,
+    /// Rank.
+    pub priority: Priority,
+    /// The promise it uses up.
+    pub reservation: Option<ReservationId>,
+}
+
+/// Order among sequences: rank, then arrival. Smaller is served first and preempted last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Place {
+    pub(super) rank: Reverse<Priority>,
+    pub(super) ticket: u64,
+}
+
+impl Place {
+    pub(super) fn new(priority: Priority, ticket: u64) -> Self {
+        Self {
+            rank: Reverse(priority),
+            ticket,
+        }
+    }
+}
+
+/// Where a sequence stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// In the queue; holds nothing.
+    Waiting,
+    /// Room is set aside; the next plan starts it.
+    Aside(Blocks),
+    /// Holds blocks and a slot.
+    Running { slot: Slot, held: Blocks },
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sequence {
+    pub(super) request: RequestId,
+    pub(super) epoch: Epoch,
+    pub(super) prompt_len: u32,
+    pub(super) generated: u32,
+    pub(super) max_tokens: u32,
+    pub(super) place: Place,
+    pub(super) phase: Phase,
+    /// Tokens whose KV exists.
+    pub(super) computed: u32,
+    pub(super) paused: bool,
+    /// It ran before and was preempted; such a one waits on top of the queue bound.
+    pub(super) preempted: bool,
+}
+
+impl Sequence {
+    /// Tokens that exist: prompt and output.
+    pub(super) fn known(&self) -> u32 {
+        self.prompt_len.saturating_add(self.generated)
+    }
+
+    /// Tokens without KV. One when the sequence decodes.
+    pub(super) fn uncomputed(&self) -> u32 {
+        self.known().saturating_sub(self.computed)
+    }
+
+    /// Has all its output; waits to be removed.
+    pub(super) fn is_complete(&self) -> bool {
+        self.generated >= self.max_tokens
+    }
+
+    /// Blocks it needs to start.
+    pub(super) fn demand(&self, block_size: BlockSize) -> Blocks {
+        crate::engine::starting_demand(block_size, Tokens(self.prompt_len), Tokens(self.generated))
+    }
+
+    /// Tokens of its next item, given what the step has left; zero when none fits.
+    pub(super) fn chunk(&self, budget: u32, grid: Option<u32>) -> u32 {
+        let Some(grid) = grid else {
+            return self.uncomputed().min(budget);
+        };
+        // Exactly one grid cell, or nothing: two cells at once or a part of one would make the cut
+        // depend on the load. The end of the prompt is a cut too, as it was when the prompt ran first.
+        let cell_end = (self.computed / grid)
+            .saturating_add(1)
+            .saturating_mul(grid);
+        let mut end = cell_end.min(self.known());
+        if self.computed < self.prompt_len {
+            end = end.min(self.prompt_len);
+        }
+        let cell = end.saturating_sub(self.computed);
+        if cell <= budget { cell } else { 0 }
+    }
+}
+
+/// Where a promise stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Promise {
+    /// Blocks and a slot are set aside.
+    Aside,
+    /// A place in the queue.
+    Queued,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Reservation {
+    pub(super) place: Place,
+    pub(super) demand: Blocks,
+    pub(super) expires: shoal_gossip::Timestamp,
+    pub(super) promise: Promise,
+}
+
+/// Who waits in the queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Waiter {
+    Sequence(SeqKey),
+    Promise(ReservationId),
+}
