@@ -207,3 +207,6 @@ fn router(api: Arc<Api>) -> Router {
         .layer(from_fn_with_state(Arc::clone(&api), observe::observe))
         .with_state(api)
 }
+
+#[cfg(test)]
+mod tests;

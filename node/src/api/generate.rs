@@ -140,10 +140,8 @@ async fn generate(
             .flatten(),
     };
     let answer = async {
-        let asked = api.frontend.now();
         let ask = ClientAsk { kind, body, parsed };
         let running = api.frontend.start(ask).await?;
-        api.metrics.placed(api.frontend.now().since(asked));
         api.metrics
             .prompt_tokens
             .increment(u64::from(running.prompt_tokens));

@@ -19,7 +19,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
-use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -42,10 +42,6 @@ const MAX_HEADER_LIST: u32 = 32 * 1024;
 
 /// HTTP/2 peers that say nothing are asked whether they live, and have as long to answer.
 const PING: Duration = Duration::from_secs(20);
-
-/// How often observations are folded into their buckets. One observation is kept in 24 bytes: at
-/// 100,000 tokens a second that is 12 MB.
-const UPKEEP: Duration = Duration::from_secs(5);
 
 /// Pause after an accept that failed, for want of file descriptors as a rule.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -84,7 +80,6 @@ impl Closer {
 /// [`Shutdown::cut`]. Dropping the future drops every connection at once.
 pub async fn serve(listener: TcpListener, config: ApiConfig, backend: Backend, shutdown: Shutdown) {
     let api = Arc::new(Api::new(config, backend, shutdown.cut.clone()));
-    let metrics = Arc::clone(&api.metrics);
     let tasks = TaskTracker::new();
     let dropped = CancellationToken::new();
     let _drop_guard = dropped.clone().drop_guard();
@@ -98,17 +93,14 @@ pub async fn serve(listener: TcpListener, config: ApiConfig, backend: Backend, s
             dropped,
         }),
         stop: shutdown.stop.clone(),
-        metrics: Arc::clone(&metrics),
+        metrics: Arc::clone(&api.metrics),
     });
     let mut connections = JoinSet::new();
-    let mut upkeep = interval(UPKEEP);
-    upkeep.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tokio::select! {
             biased;
             () = shutdown.stop.cancelled() => break,
             Some(ended) = connections.join_next() => report(ended),
-            _ = upkeep.tick() => metrics.upkeep(),
             accepted = listener.accept() => match accepted {
                 Ok((socket, peer)) => shared.admit(socket, peer, &mut connections),
                 Err(error) => {
