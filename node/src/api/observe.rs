@@ -44,7 +44,8 @@ pub(super) async fn observe(
         id: id.clone(),
         started: api.frontend.now(),
         status: None,
-        sent: false,
+        // The body of an answer to HEAD is thrown away by whoever sends the answer.
+        sent: request.method() == Method::HEAD,
         ending: EndingNote::default(),
         detail: None,
         api,

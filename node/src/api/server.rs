@@ -49,12 +49,16 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Time to write the last words of streams that were cut.
 const CUT_GRACE: Duration = Duration::from_secs(1);
 
-/// Said to a connection too many.
-const TOO_MANY: &[u8] =
-    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n\
-    content-type: application/json\r\ncontent-length: 116\r\n\r\n\
-    {\"error\":{\"message\":\"this node has too many connections\",\"type\":\"server_error\",\
-    \"param\":null,\"code\":\"unavailable\"}}";
+/// Said to a connection too many, in one write and without waiting.
+fn too_many() -> String {
+    let body = "{\"error\":{\"message\":\"this node has too many connections\",\
+        \"type\":\"server_error\",\"param\":null,\"code\":\"unavailable\"}}";
+    let length = body.len();
+    format!(
+        "HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n\
+         content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
+    )
+}
 
 /// The two steps of the way down. Both tokens may be shared with other parts of the node.
 #[derive(Clone, Debug)]
@@ -206,7 +210,7 @@ impl Shared {
             self.metrics.rejected("connections");
             if self.tls.is_none() {
                 // A fresh socket has room for this; and if not, closing it says as much.
-                if let Err(error) = socket.try_write(TOO_MANY) {
+                if let Err(error) = socket.try_write(too_many().as_bytes()) {
                     tracing::debug!(%peer, %error, "a connection too many was closed unsaid");
                 }
             }

@@ -9,7 +9,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::aws_lc_rs;
 use rustls::{ClientConfig, DigitallySignedStruct, SignatureScheme};
-use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
@@ -21,42 +21,10 @@ use crate::api::{ApiConfig, Tls, TlsError};
 
 const BODY: &str = r#"{"model":"m","prompt":"hi","stream":true}"#;
 
-fn base64(bytes: &[u8]) -> String {
-    const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let mut text = String::new();
-    for group in bytes.chunks(3) {
-        let mut bits = [0u8; 3];
-        bits[..group.len()].copy_from_slice(group);
-        let bits = u32::from_be_bytes([0, bits[0], bits[1], bits[2]]);
-        for place in 0..4 {
-            let letter = LETTERS[(bits >> (18 - 6 * place) & 63) as usize];
-            text.push(if place > group.len() {
-                '='
-            } else {
-                letter as char
-            });
-        }
-    }
-    text
-}
-
-fn pem(kind: &str, der: &[u8]) -> Vec<u8> {
-    format!(
-        "-----BEGIN {kind}-----\n{}\n-----END {kind}-----\n",
-        base64(der)
-    )
-    .into_bytes()
-}
-
-/// A fresh certificate and its key.
-fn identity() -> (Vec<u8>, Vec<u8>) {
-    let keypair = libp2p::identity::Keypair::generate_ed25519();
-    let (certificate, key) = libp2p_tls::certificate::generate(&keypair).unwrap();
-    let key = match &key {
-        PrivateKeyDer::Pkcs8(key) => key.secret_pkcs8_der().to_vec(),
-        other => panic!("unexpected key {other:?}"),
-    };
-    (pem("CERTIFICATE", &certificate), pem("PRIVATE KEY", &key))
+/// A fresh certificate and its key, both PEM.
+fn identity() -> (String, String) {
+    let fresh = rcgen::generate_simple_self_signed(vec!["localhost".to_owned()]).unwrap();
+    (fresh.cert.pem(), fresh.key_pair.serialize_pem())
 }
 
 /// Takes any certificate: these tests are about the server.
@@ -118,7 +86,7 @@ async fn tls_client(server: &Server, alpn: &[&str]) -> TlsStream<TcpStream> {
 async fn secure_server() -> Server {
     let (certificate, key) = identity();
     let config = ApiConfig {
-        tls: Some(Tls::from_pem(&certificate, &key).unwrap()),
+        tls: Some(Tls::from_pem(certificate.as_bytes(), key.as_bytes()).unwrap()),
         header_timeout: std::time::Duration::from_millis(300),
         ..ApiConfig::default()
     };
@@ -246,25 +214,20 @@ async fn a_reset_stream_of_http2_ends_its_request_in_every_phase_and_no_other() 
 fn a_bad_certificate_or_key_is_refused() {
     let (certificate, key) = identity();
     let (_, other_key) = identity();
-    assert!(Tls::from_pem(&certificate, &key).is_ok());
+    let read = |certificate: &str, key: &str| Tls::from_pem(certificate.as_bytes(), key.as_bytes());
+    assert!(read(&certificate, &key).is_ok());
+    assert!(matches!(read("", &key), Err(TlsError::NoCertificate)));
+    let torn = &certificate[..certificate.len() - 30];
+    assert!(matches!(read(torn, &key), Err(TlsError::Certificate(_))));
+    assert!(matches!(read(&certificate, "junk"), Err(TlsError::Key(_))));
     assert!(matches!(
-        Tls::from_pem(b"", &key).unwrap_err(),
-        TlsError::NoCertificate
+        read(&certificate, &certificate),
+        Err(TlsError::Key(_))
     ));
     assert!(matches!(
-        Tls::from_pem(&certificate[..certificate.len() - 30], &key).unwrap_err(),
-        TlsError::Certificate(_)
+        read(&certificate, &other_key),
+        Err(TlsError::Unusable(_))
     ));
-    assert!(matches!(
-        Tls::from_pem(&certificate, b"junk").unwrap_err(),
-        TlsError::Key(_)
-    ));
-    assert!(matches!(
-        Tls::from_pem(&certificate, &other_key).unwrap_err(),
-        TlsError::Unusable(_)
-    ));
-    assert!(matches!(
-        Tls::from_pem(&pem("CERTIFICATE", b"not DER"), &key).unwrap_err(),
-        TlsError::Unusable(_)
-    ));
+    let no_der = "-----BEGIN CERTIFICATE-----\nbm90IERFUg==\n-----END CERTIFICATE-----\n";
+    assert!(matches!(read(no_der, &key), Err(TlsError::Unusable(_))));
 }
