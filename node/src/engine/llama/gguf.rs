@@ -86,6 +86,26 @@ fn walk(mut input: Input) -> Result<Gguf, GgufError> {
             "{tensors} tensors and {entries} metadata entries"
         )));
     }
+    let (gguf, alignment) = metadata(&mut input, entries)?;
+    let mut data = 0;
+    for _ in 0..tensors {
+        data = data.max(input.tensor_end(alignment)?);
+    }
+    let needed = input
+        .position
+        .next_multiple_of(alignment)
+        .saturating_add(data);
+    if needed > input.length {
+        return Err(GgufError::Truncated {
+            needed,
+            found: input.length,
+        });
+    }
+    Ok(gguf)
+}
+
+/// Reads the metadata; gives the facts kept and the alignment of the tensors.
+fn metadata(input: &mut Input, entries: u64) -> Result<(Gguf, u64), GgufError> {
     let mut gguf = Gguf {
         causal: true,
         ..Gguf::default()
@@ -118,21 +138,7 @@ fn walk(mut input: Input) -> Result<Gguf, GgufError> {
     if !alignment.is_power_of_two() || alignment > 1 << 20 {
         return Err(GgufError::Damaged(format!("alignment {alignment}")));
     }
-    let mut data = 0;
-    for _ in 0..tensors {
-        data = data.max(input.tensor_end(alignment)?);
-    }
-    let needed = input
-        .position
-        .next_multiple_of(alignment)
-        .saturating_add(data);
-    if needed > input.length {
-        return Err(GgufError::Truncated {
-            needed,
-            found: input.length,
-        });
-    }
-    Ok(gguf)
+    Ok((gguf, alignment))
 }
 
 /// A metadata value as far as we look at it.
