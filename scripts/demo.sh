@@ -54,7 +54,7 @@ name_of() {
 # view NODE EXPRESSION: what a line of Python makes of the view of a node.
 view() { curl -fsS --max-time 2 "http://127.0.0.1:${HTTP[$1]}/mesh/nodes" 2>/dev/null | "$PYTHON" -c "import json, sys; view = json.load(sys.stdin); print($2)"; }
 
-READY='sum(str(n.get("readiness")).lower() == "ready" for n in view["nodes"])'
+READY='sum((node["load"] or {}).get("readiness") == "Ready" for node in view["nodes"])'
 
 start_mesh() {
     local node seeds="" log
@@ -109,7 +109,7 @@ MODEL="$("$ROOT/scripts/fetch-model.sh")"
 MODEL_ID="smollm2-135m"
 scratch
 RUN="$FOLDER"
-declare -A HTTP MESH PID ID
+declare -a HTTP MESH PID ID
 
 say "Starting $NODES nodes"
 "$SHOAL" keygen --out "$RUN/cluster.key" >/dev/null

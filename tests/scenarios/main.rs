@@ -2,7 +2,14 @@
 #![expect(
     clippy::expect_used,
     clippy::panic,
+    clippy::unwrap_used,
     reason = "a failure here is a failed test"
 )]
 
+mod any_node_serves;
+mod bad_input_is_answered;
+mod client_goes_away;
+mod host_is_lost;
+mod leaving_in_order;
 mod llama_executor;
+mod overload_is_refused;

@@ -6,5 +6,6 @@
 )]
 
 pub mod client;
+pub mod cluster;
 pub mod tiny_gguf;
 pub mod wait;

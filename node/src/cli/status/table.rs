@@ -51,8 +51,10 @@ fn row(node: &Value, this: &str) -> [String; TITLES.len()] {
     let load = node.get("load").filter(|load| load.is_object());
     let count = |key| load.and_then(|load| number(load, key));
     let cell = |value: Option<u32>| value.map_or_else(|| UNKNOWN.to_owned(), |n| n.to_string());
-    let state = text(node.get("readiness").or_else(|| load?.get("readiness"))).to_lowercase();
-    let kv = match (count("used"), count("total")) {
+    let state = text(load.and_then(|load| load.get("readiness"))).to_lowercase();
+    let facts = node.get("facts");
+    let fact = |key| facts.and_then(|facts| facts.get(key));
+    let kv = match (count("used_blocks"), count("total_blocks")) {
         (Some(used), Some(total)) => format!("{used}/{total}"),
         _ => UNKNOWN.to_owned(),
     };
@@ -63,7 +65,7 @@ fn row(node: &Value, this: &str) -> [String; TITLES.len()] {
         },
         state.clone(),
         kv,
-        cell(count("reserved")),
+        cell(count("reserved_blocks")),
         cell(count("running")),
         cell(count("queued")),
         load.and_then(|load| freeness(load, &state))
@@ -71,8 +73,8 @@ fn row(node: &Value, this: &str) -> [String; TITLES.len()] {
         node.get("age_ms")
             .and_then(Value::as_f64)
             .map_or_else(|| UNKNOWN.to_owned(), |age| format!("{age:.0} ms")),
-        text(node.get("http")),
-        models(node),
+        text(fact("http")),
+        models(fact("models")),
     ]
 }
 
@@ -84,10 +86,10 @@ fn freeness(load: &Value, state: &str) -> Option<String> {
     let blocks = |key| number(load, key).map(Blocks);
     let summary = LoadSummary {
         readiness: Readiness::Ready,
-        total: blocks("total")?,
-        used: blocks("used")?,
-        reserved: blocks("reserved")?,
-        queued_demand: blocks("queued_demand").unwrap_or_default(),
+        total: blocks("total_blocks")?,
+        used: blocks("used_blocks")?,
+        reserved: blocks("reserved_blocks")?,
+        queued_demand: blocks("queued_demand_blocks").unwrap_or_default(),
         running: number(load, "running")?,
         queued: number(load, "queued")?,
         ..LoadSummary::default()
@@ -99,14 +101,13 @@ fn number(load: &Value, key: &str) -> Option<u32> {
     load.get(key)?.as_u64()?.try_into().ok()
 }
 
-/// Names of models, given as texts or as objects with an `id`.
-fn models(node: &Value) -> String {
-    let names: Vec<String> = node
-        .get("models")
+/// The ids of a list of models.
+fn models(list: Option<&Value>) -> String {
+    let names: Vec<String> = list
         .and_then(Value::as_array)
         .into_iter()
         .flatten()
-        .map(|model| text(model.get("id").or(Some(model))))
+        .map(|model| text(model.get("id")))
         .collect();
     match names.is_empty() {
         true => UNKNOWN.to_owned(),
@@ -137,23 +138,31 @@ mod tests {
             "this": "aaa",
             "nodes": [
                 {
-                    "node": "aaa", "readiness": "ready", "age_ms": 12, "http": "127.0.0.1:8080",
-                    "models": [{"id": "smol"}],
-                    "load": {"total": 512, "used": 12, "reserved": 100, "running": 4, "queued": 0},
+                    "node": "aaa",
+                    "age_ms": 12,
+                    "facts": {"http": "127.0.0.1:8080", "models": [{"id": "smol"}]},
+                    "load": {
+                        "readiness": "Ready", "total_blocks": 512, "used_blocks": 12,
+                        "reserved_blocks": 100, "running": 4, "queued": 0,
+                    },
                 },
                 {
-                    "node": "bbbbbb", "readiness": "Draining", "age_ms": 250.4,
-                    "http": "127.0.0.1:8081", "models": ["smol", "big"],
-                    "load": {"total": 512, "used": 0, "reserved": 0, "running": 0, "queued": 0},
+                    "node": "bbbbbb",
+                    "age_ms": 250.4,
+                    "facts": {"http": "127.0.0.1:8081", "models": [{"id": "smol"}, {"id": "big"}]},
+                    "load": {
+                        "readiness": "Draining", "total_blocks": 512, "used_blocks": 0,
+                        "reserved_blocks": 0, "running": 0, "queued": 0,
+                    },
                 },
-                {"node": "ccc", "readiness": "starting", "load": null},
+                {"node": "ccc", "age_ms": null, "load": null},
             ],
         });
         let expected = "\
 NODE    STATE     KV      RESERVED  RUNNING  QUEUED  FREENESS  AGE     HTTP            MODELS
 aaa*    ready     12/512  100       4        0       100.0     12 ms   127.0.0.1:8080  smol
 bbbbbb  draining  0/512   0         0        0       -         250 ms  127.0.0.1:8081  smol,big
-ccc     starting  -       -         -        -       -         -       -               -
+ccc     -         -       -         -        -       -         -       -               -
 3 nodes, 1 ready; * is the one that was asked
 ";
         assert_eq!(render(&view).unwrap(), expected);
@@ -173,7 +182,9 @@ ccc     starting  -       -         -        -       -         -       -        
 
     #[test]
     fn a_hostile_name_cannot_steer_the_terminal() {
-        let view = json!({"this": "a", "nodes": [{"node": "\u{1b}[2J", "models": ["\n"]}, 7]});
+        let view = json!({"this": "a", "nodes": [
+            {"node": "\u{1b}[2J", "facts": {"models": [{"id": "\n"}]}}, 7,
+        ]});
         let table = render(&view).unwrap();
         assert!(!table.contains('\u{1b}'), "{table}");
         assert_eq!(table.lines().count(), 4, "{table}");

@@ -5,7 +5,7 @@ use tokio::net::TcpListener;
 
 use super::*;
 
-const VIEW: &str = r#"{"this":"aaa","nodes":[{"node":"aaa","readiness":"ready"}]}"#;
+const VIEW: &str = r#"{"this":"aaa","nodes":[{"node":"aaa","load":null}]}"#;
 
 fn args(node: String) -> StatusArgs {
     StatusArgs {

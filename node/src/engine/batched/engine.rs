@@ -179,17 +179,14 @@ impl Engine for BatchedEngine {
     async fn shutdown(&self) {
         self.shared.change(Jobs::stop);
         let mut stopped = self.stopped.clone();
-        // An error means that the thread is gone without a word, which is as good as stopped.
-        let _ = stopped.wait_for(|stopped| *stopped).await;
-        let thread = self
-            .thread
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
-        if let Some(thread) = thread {
-            // It said so in its last statement, so this waits for nothing. A panic of the executor
-            // was caught and reported before.
-            let _ = thread.join();
+        if stopped.wait_for(|stopped| *stopped).await.is_err() {
+            tracing::error!(target: "shoal::engine", "the engine thread ended without a word");
+        }
+        let thread = self.thread.lock();
+        let thread = thread.unwrap_or_else(PoisonError::into_inner).take();
+        // It said so in its last statement, so this waits for nothing.
+        if let Some(Err(_)) = thread.map(JoinHandle::join) {
+            tracing::error!(target: "shoal::engine", "the engine thread panicked");
         }
     }
 }

@@ -83,7 +83,8 @@ impl Submission {
         let mut complete = None;
         for id in &job.generated {
             // The text was sent by whoever generated the ids.
-            complete = complete.or(take_piece(&mut text, *id, &params, vocabulary).1);
+            let (_, end) = take_piece(&mut text, *id, &params, vocabulary);
+            complete = complete.or(end);
         }
         let generated_len = count(job.generated.len());
         if generated_len >= params.max_tokens {
@@ -403,7 +404,7 @@ impl RunningJob {
             logprobs: sampled.logprob.into_iter().collect(),
         };
         outgoing.push(self.outgoing(EngineEvent::Tokens(batch)));
-        let Some(reason) = end.or(drawn.last.then_some(FinishReason::Length)) else {
+        let Some(reason) = end.or_else(|| drawn.last.then_some(FinishReason::Length)) else {
             return false;
         };
         let finish = self.finish(reason);

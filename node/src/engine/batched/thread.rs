@@ -22,15 +22,13 @@ pub(super) fn spawn<X: Executor>(
     let body = move || {
         let made = catch_unwind(AssertUnwindSafe(make_executor))
             .unwrap_or_else(|panic| Err(EngineError::Broken(panic_text(&*panic))));
-        match made {
-            Ok(executor) => {
-                // Here and below: the starter waits for this, so it cannot have gone.
-                let _ = ready.send(Ok(()));
-                run(&shared, executor);
-            }
-            Err(error) => {
-                let _ = ready.send(Err(error));
-            }
+        let (outcome, executor) = match made {
+            Ok(executor) => (Ok(()), Some(executor)),
+            Err(error) => (Err(error), None),
+        };
+        let awaited = ready.send(outcome).is_ok();
+        if let (Some(executor), true) = (executor, awaited) {
+            run(&shared, executor);
         }
         stopped.send_replace(true);
     };

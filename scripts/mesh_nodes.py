@@ -1,0 +1,214 @@
+"""Starting, watching, killing and stopping nodes on this machine; for the check scripts."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+
+# Seconds a node has to stop by itself after SIGTERM.
+STOP_WITHIN = 15
+# Seconds between two looks. The node's answer is a lookup, so looking often costs it nothing.
+LOOK_EVERY = 0.1
+
+
+class Failure(Exception):
+    """Something that must happen did not."""
+
+
+class Node:
+    """One node process and where it is found."""
+
+    def __init__(self, name, folder, http, mesh, seeds):
+        self.name = name
+        self.folder = folder
+        self.http = http
+        self.mesh = mesh
+        self.seeds = seeds
+        self.url = f"http://127.0.0.1:{http}"
+        self.log = folder / "log"
+        self.id = None
+        self.process = None
+
+    def last_lines(self, count=15):
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return "\n".join(lines[-count:])
+
+
+def free_ports(count):
+    """Pairs of a TCP port and a UDP port (its successor free as well) that nobody uses now."""
+    held, found = [], []
+
+    def bound(kind, port):
+        taken = socket.socket(socket.AF_INET, kind)
+        taken.bind(("127.0.0.1", port))
+        held.append(taken)
+        return taken.getsockname()[1]
+
+    while len(found) < count:
+        mesh = bound(socket.SOCK_DGRAM, 0)
+        try:
+            bound(socket.SOCK_DGRAM, mesh + 1)
+        except (OSError, OverflowError):
+            continue
+        found.append((bound(socket.SOCK_STREAM, 0), mesh))
+    for taken in held:
+        taken.close()
+    return found
+
+
+class Nodes:
+    """All nodes of one check."""
+
+    def __init__(self, binary, model, model_id, folder):
+        self.binary, self.model, self.model_id, self.folder = binary, model, model_id, folder
+        self.nodes = []
+        self.key = folder / "cluster.key"
+        subprocess.run([binary, "keygen", "--out", str(self.key)], check=True, stdout=subprocess.DEVNULL)
+
+    def all(self):
+        return list(self.nodes)
+
+    def name_of(self, id):
+        return next((node.name for node in self.nodes if node.id == id), str(id))
+
+    def start(self, name, seeds, ports=None):
+        http, mesh = ports or free_ports(1)[0]
+        folder = self.folder / name
+        folder.mkdir()
+        node = Node(name, folder, http, mesh, seeds)
+        self.nodes.append(node)
+        self.restart(node)
+        return node
+
+    def start_mesh(self, count):
+        ports = free_ports(count)
+        seeds = [f"127.0.0.1:{mesh}" for _, mesh in ports]
+        for number, pair in enumerate(ports, 1):
+            self.start(f"node{number}", seeds, pair)
+
+    def restart(self, node):
+        command = [
+            self.binary, "node", "--data-dir", str(node.folder / "data"), "--http-port", str(node.http),
+            "--mesh-port", str(node.mesh), "--cluster", "check", "--cluster-key-file", str(self.key),
+            "--model", self.model, "--model-id", self.model_id, "--reproducible", "--threads", "1",
+        ]
+        if node.seeds:
+            command += ["--seeds", ",".join(node.seeds)]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("SHOAL_")}
+        with open(node.log, "ab") as log:
+            node.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment | {"NO_COLOR": "1"})
+
+    def kill(self, node):
+        """SIGKILL; returns the moment."""
+        node.process.kill()
+        node.process.wait()
+        return time.monotonic()
+
+    async def stop(self, node):
+        self.nodes.remove(node)
+        node.process.terminate()
+        await asyncio.to_thread(self.reap, node)
+
+    def reap(self, node):
+        try:
+            node.process.wait(STOP_WITHIN)
+        except subprocess.TimeoutExpired:
+            node.process.kill()
+            node.process.wait()
+
+    async def stop_all(self):
+        for node in self.nodes:
+            node.process.terminate()
+        await asyncio.gather(*(asyncio.to_thread(self.reap, node) for node in self.nodes))
+
+    async def view(self, node):
+        """The node's view, or None while it does not answer."""
+
+        def fetch():
+            try:
+                with urllib.request.urlopen(f"{node.url}/mesh/nodes", timeout=2) as answer:
+                    return json.load(answer)
+            except (OSError, ValueError):
+                return None
+
+        return await asyncio.to_thread(fetch)
+
+    async def is_ready(self, node):
+        def fetch():
+            try:
+                with urllib.request.urlopen(f"{node.url}/readiness", timeout=2) as answer:
+                    return answer.status == 200
+            except (OSError, urllib.error.HTTPError):
+                return False
+
+        return await asyncio.to_thread(fetch)
+
+    async def until(self, what, within, since, condition):
+        """Looks again and again until `condition` gives something true; returns the seconds since `since`."""
+        seen = None
+        while True:
+            done, seen = await condition()
+            now = time.monotonic()
+            if done:
+                return now - since
+            if now - since > within:
+                raise Failure(f"not within {within} s: {what}; last seen: {seen}")
+            await asyncio.sleep(LOOK_EVERY)
+
+    async def wait_until_ready(self, nodes, within):
+        async def condition():
+            for node in nodes:
+                if node.process.poll() is not None:
+                    raise Failure(f"{node.name} ended with {node.process.returncode}; its log ends with:\n{node.last_lines()}")
+                view = await self.view(node) or {"nodes": []}
+                ready = sum((row["load"] or {}).get("readiness") == "Ready" for row in view["nodes"])
+                if ready < len(nodes) or not await self.is_ready(node):
+                    return False, f"{node.name} sees {ready} of {len(nodes)} ready"
+                node.id = view["this"]
+            return True, None
+
+        return await self.until("all ready", within, time.monotonic(), condition)
+
+    async def wait_until_seen(self, nodes, count, within, since):
+        """Until each of `nodes` sees exactly `count` nodes."""
+
+        async def condition():
+            views = await asyncio.gather(*(self.view(node) for node in nodes))
+            counts = [len(view["nodes"]) if view else None for view in views]
+            return all(seen == count for seen in counts), f"views of {counts} nodes"
+
+        return await self.until(f"{count} nodes in every view", within, since, condition)
+
+    async def own_load(self, node):
+        view = await self.view(node)
+        if view is None:
+            return None
+        return next((row["load"] for row in view["nodes"] if row["this"]), None)
+
+    async def wait_until_drained(self, nodes, within):
+        """Until each of `nodes` says of itself that it holds and promises no KV block."""
+
+        async def condition():
+            loads = await asyncio.gather(*(self.own_load(node) for node in nodes))
+            kept = ("used_blocks", "reserved_blocks", "running", "queued")
+            idle = all(load is not None and all(load.get(key) == 0 for key in kept) for load in loads)
+            return idle, [load and {key: load.get(key) for key in kept} for load in loads]
+
+        return await self.until("no KV block used or reserved anywhere", within, time.monotonic(), condition)
+
+    async def wait_until_running(self, node, count, within):
+        """Until the node says that it runs at least `count` requests; returns how many it runs."""
+        running = 0
+
+        async def condition():
+            nonlocal running
+            load = await self.own_load(node)
+            running = (load or {}).get("running", 0)
+            return running >= count, load
+
+        await self.until(f"{node.name} runs {count} requests", within, time.monotonic(), condition)
+        return running
