@@ -6,4 +6,5 @@
 )]
 
 pub mod client;
+pub mod source_rules;
 pub mod wait;
