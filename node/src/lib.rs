@@ -9,10 +9,12 @@ pub mod engine;
 pub mod frontend;
 pub mod home;
 pub mod host;
+pub mod identity;
 pub mod knowledge;
 pub mod ledger;
 pub mod links;
 pub mod load;
 pub mod mesh;
 pub mod metrics;
+
 pub mod openai;

@@ -3,7 +3,16 @@
 //! Cores and flows see only the traits here; `control` (libp2p) and `stream` (quinn) implement
 //! them between hosts, `memory` inside one process.
 
+pub mod codec;
+pub mod control;
+mod members;
+pub mod memory;
 pub mod messages;
+pub mod socket;
+pub mod stream;
+#[cfg(test)]
+mod testing;
+pub mod tls;
 
 use std::fmt;
 use std::time::Duration;

@@ -1,3 +1,16 @@
 //! The list of scenarios; one behaviour of a whole mesh a file.
+#![expect(
+    clippy::expect_used,
+    clippy::panic,
+    clippy::unwrap_used,
+    reason = "a failure here is a failed test"
+)]
 
+mod any_node_serves;
+mod bad_input_is_answered;
+mod client_goes_away;
+mod host_is_lost;
+mod leaving_in_order;
+mod llama_executor;
+mod overload_is_refused;
 mod source_rules;

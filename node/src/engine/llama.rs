@@ -1,8 +1,8 @@
 //! The embedded engine: llama.cpp inside this process.
 //!
-//! [`load`] checks the file, loads it and gives the parts that the batched engine is made of: an
-//! [`LlamaExecutor`] that computes steps on the engine thread, and an [`LlamaText`] that every
-//! thread may ask. Nothing that comes from outside reaches llama.cpp unchecked, because some of its
+//! [`start`] loads a model and runs it. [`load`] checks the file, loads it and gives the parts that
+//! the batched engine is made of: an [`LlamaExecutor`] that computes steps on the engine thread, and
+//! an [`LlamaText`] that every thread may ask. Nothing that comes from outside reaches llama.cpp unchecked, because some of its
 //! errors end the process.
 //!
 //! What is not here: queues, block accounting and preemption (the batch core), and the export of
@@ -24,5 +24,5 @@ pub use config::{
 };
 pub use executor::LlamaExecutor;
 pub use gguf::GgufError;
-pub use model::{LlamaLoadError, LlamaParts, load};
+pub use model::{LlamaLoadError, LlamaParts, load, start};
 pub use vocabulary::LlamaText;

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use shoal_gossip::{BlockSize, Blocks, Tokens};
 
+use crate::engine::batched::{BatchConfig, Layout};
+
 /// Sequences that llama.cpp can tell apart in one context (its `LLAMA_MAX_SEQ`).
 pub const MAX_SEQUENCES: u32 = 256;
 /// Tokens of KV that may be asked for. A bound against typing errors: 4 Mi tokens of the smallest
@@ -17,21 +19,23 @@ pub const MAX_STEP_TOKENS: u32 = 8192;
 pub const MAX_THREADS: u32 = 512;
 /// llama.cpp rounds the KV of a context, and of each slot of a split one, up to this many tokens.
 pub const CELL_GRANULE: u32 = 256;
+/// Parts per thousand of a shared pool that admission leaves for the growth of what runs; vLLM's 1 %.
+const WATERMARK_PERMILLE: u32 = 10;
 
 /// How to load a model and divide its KV.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LlamaConfig {
     /// The GGUF file.
     pub model_path: PathBuf,
-    /// Name that clients use. `None`: `general.name` of the file in lower case, words joined by
-    /// hyphens, else the file's stem.
+    /// Name that clients use. `None`: the file's name without its extension. (The name inside the
+    /// file is often that of a training run.)
     pub model_id: Option<String>,
     /// KV tokens in all, rounded up to [`CELL_GRANULE`] (split: per slot).
     pub context_tokens: NonZeroU32,
     /// Sequences that may hold KV at once, at most [`MAX_SEQUENCES`].
     pub max_sequences: NonZeroU32,
-    /// Tokens computed by one step at most; at least `max_sequences`, so that every running
-    /// sequence can advance in every step. Also the largest prefill chunk.
+    /// Tokens computed by one step at most; above `max_sequences`, so that prompts advance while
+    /// every running sequence decodes.
     pub step_tokens: NonZeroU32,
     /// Threads that compute. More than one only where no other engine shares the machine: ggml's
     /// barrier spins without yielding (measured: two engines with two threads each on two cores
@@ -39,6 +43,8 @@ pub struct LlamaConfig {
     pub threads: NonZeroU32,
     /// Tokens in one KV block, the unit in which load is told.
     pub block_size: BlockSize,
+    /// Requests that may wait.
+    pub queue_limit: u32,
     /// Outputs depend on (prompt, generated ids, parameters) alone, whatever else runs: a slot of
     /// its own for each sequence, q8_0 KV. Otherwise one shared f16 pool.
     pub reproducible: bool,
@@ -57,8 +63,10 @@ pub enum LlamaConfigError {
         /// The bound.
         limit: u32,
     },
-    /// A step could not advance every running sequence.
-    #[error("a step of {step_tokens} tokens cannot advance {max_sequences} sequences")]
+    /// A step could not advance every running sequence and a prompt.
+    #[error(
+        "a step of {step_tokens} tokens has no room for prompts beside {max_sequences} sequences"
+    )]
     StepTooSmall {
         /// As configured.
         step_tokens: u32,
@@ -80,7 +88,7 @@ pub enum LlamaConfigError {
 impl LlamaConfig {
     /// Defaults for a small model on a CPU: 8,192 tokens for 8 sequences (1,024 each when split;
     /// 100 MB of q8_0 KV for a 135M model), steps of 64 tokens (measured: 48 prefill tokens keep a
-    /// step of that model near 250 ms on one core), one thread.
+    /// step of that model near 250 ms on one core), one thread, 64 waiting requests.
     pub fn new(model_path: impl Into<PathBuf>) -> Self {
         const fn nonzero(value: u32) -> NonZeroU32 {
             NonZeroU32::MIN.saturating_add(value - 1)
@@ -93,6 +101,7 @@ impl LlamaConfig {
             step_tokens: nonzero(64),
             threads: NonZeroU32::MIN,
             block_size: BlockSize::DEFAULT,
+            queue_limit: 64,
             reproducible: false,
         }
     }
@@ -118,7 +127,7 @@ impl LlamaConfig {
         if let Some(&(what, value, limit)) = bounds.iter().find(|(_, value, limit)| value > limit) {
             return Err(LlamaConfigError::TooLarge { what, value, limit });
         }
-        if step_tokens < max_sequences {
+        if step_tokens <= max_sequences {
             return Err(LlamaConfigError::StepTooSmall {
                 step_tokens,
                 max_sequences,
@@ -131,6 +140,16 @@ impl LlamaConfig {
             });
         }
         Ok(())
+    }
+
+    /// Prompts are cut at multiples of this many tokens when outputs must not depend on load:
+    /// what a step has beside a decoding token for each sequence, so that a cut always fits.
+    pub fn prefill_grid(&self) -> Option<u32> {
+        let beside = self
+            .step_tokens
+            .get()
+            .saturating_sub(self.max_sequences.get());
+        self.reproducible.then_some(beside)
     }
 }
 
@@ -166,13 +185,37 @@ impl LlamaLayout {
         }
     }
 
-    /// KV blocks in all; a rest smaller than a block is not counted.
+    /// KV blocks in all. Of a pool, a rest smaller than a block is not counted; a split slot owns
+    /// its last block even if that is shorter, as nobody else can use it.
     pub fn blocks(&self, block_size: BlockSize) -> Blocks {
-        let block = block_size.tokens().get();
         if self.split {
-            Blocks(self.slots.saturating_mul(self.tokens_per_slot.0 / block))
+            let slot = block_size.blocks_for(self.tokens_per_slot);
+            Blocks(self.slots.saturating_mul(slot.0))
         } else {
-            Blocks(self.total_tokens.0 / block)
+            Blocks(self.total_tokens.0 / block_size.tokens().get())
+        }
+    }
+
+    /// The batch core's sizes for this division.
+    pub(super) fn batch_config(&self, config: &LlamaConfig) -> BatchConfig {
+        let block_size = config.block_size;
+        let total = self.blocks(block_size);
+        BatchConfig {
+            block_size,
+            total,
+            slots: self.slots,
+            layout: if self.split {
+                Layout::Split {
+                    tokens_per_slot: self.tokens_per_slot,
+                }
+            } else {
+                Layout::Pool
+            },
+            step_tokens: config.step_tokens.get(),
+            prefill_grid: config.prefill_grid(),
+            queue_limit: config.queue_limit,
+            watermark_permille: WATERMARK_PERMILLE,
+            context: self.tokens_per_slot.min(block_size.tokens_in(total)),
         }
     }
 }
@@ -208,15 +251,15 @@ mod tests {
             "the number of sequences is 257, at most 256 is possible"
         );
         assert_eq!(
-            text(config(8192, 8, 7)),
-            "a step of 7 tokens cannot advance 8 sequences"
+            text(config(8192, 8, 8)),
+            "a step of 8 tokens has no room for prompts beside 8 sequences"
         );
         assert_eq!(
-            text(config(127, 8, 8)),
+            text(config(127, 8, 9)),
             "127 tokens of KV are less than a block for each of 8 sequences"
         );
-        assert!(config(8192, 256, 256).check().is_ok());
-        assert!(config(128, 8, 8).check().is_ok());
+        assert!(config(8192, 256, 257).check().is_ok());
+        assert!(config(128, 8, 9).check().is_ok());
     }
 
     #[test]
@@ -228,6 +271,26 @@ mod tests {
         let shared = LlamaLayout::new(false, 8, Tokens(2048), Tokens(4096));
         assert_eq!(shared.tokens_per_slot, Tokens(2048));
         assert_eq!(shared.blocks(BlockSize::DEFAULT), Blocks(128));
+    }
+
+    #[test]
+    fn the_batch_core_takes_the_sizes_of_any_division() {
+        for (split, block, trained) in [
+            (true, 16, 4096),
+            (true, 100, 100),
+            (false, 100, 4096),
+            (false, 16, 50),
+        ] {
+            let config = LlamaConfig {
+                block_size: BlockSize::new(NonZeroU32::new(block).expect("not zero")),
+                reproducible: split,
+                ..config(2048, 8, 9)
+            };
+            let layout = LlamaLayout::new(split, 8, Tokens(2048), Tokens(trained));
+            let batch = layout.batch_config(&config);
+            assert_eq!(batch.check(), Ok(()), "{batch:?}");
+            assert_eq!(batch.prefill_grid, split.then_some(1));
+        }
     }
 
     #[test]

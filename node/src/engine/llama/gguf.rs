@@ -24,8 +24,6 @@ const DEFAULT_ALIGNMENT: u64 = 32;
 pub(super) struct Gguf {
     /// `general.architecture`, as in `llama`.
     pub(super) architecture: String,
-    /// `general.name`, for people.
-    pub(super) name: Option<String>,
     /// `tokenizer.ggml.model`; absent when the file has no vocabulary.
     pub(super) tokenizer: Option<String>,
     /// `tokenizer.chat_template`, Jinja.
@@ -97,7 +95,6 @@ fn walk(mut input: Input) -> Result<Gguf, GgufError> {
         match (key.as_str(), input.value()?) {
             ("general.alignment", Value::Number(value)) => alignment = value,
             ("general.architecture", Value::Text(text)) => gguf.architecture = text,
-            ("general.name", Value::Text(text)) => gguf.name = Some(text),
             ("tokenizer.ggml.model", Value::Text(text)) => gguf.tokenizer = Some(text),
             ("tokenizer.chat_template", Value::Text(text)) => gguf.chat_template = Some(text),
             ("split.count", Value::Number(value)) => gguf.parts = value,
@@ -316,3 +313,6 @@ fn block_of(kind: u32) -> Option<(u64, u64)> {
         _ => return None,
     })
 }
+
+#[cfg(test)]
+mod tests;

@@ -14,14 +14,15 @@ use llama_cpp_2::model::LlamaModel;
 use llama_cpp_2::model::params::LlamaModelParams;
 use llama_cpp_sys_2::LLAMA_FLASH_ATTN_TYPE_ENABLED;
 use sha2::{Digest, Sha256};
-use shoal_gossip::{ModelFacts, Tokens};
+use shoal_gossip::{Clock, ModelFacts, Tokens};
 
+use crate::engine::batched::{BatchConfig, BatchedEngine};
 use crate::engine::llama::config::{LlamaConfig, LlamaConfigError, LlamaLayout};
 use crate::engine::llama::executor::LlamaExecutor;
 use crate::engine::llama::gguf::{self, Gguf, GgufError};
 use crate::engine::llama::native;
 use crate::engine::llama::vocabulary::LlamaText;
-use crate::engine::{Capabilities, EngineFacts};
+use crate::engine::{Capabilities, EngineError, EngineFacts};
 
 /// Version of the crates llama-cpp-2 and llama-cpp-sys-2, part of the fingerprint: both are pinned
 /// in Cargo.toml and a test compares.
@@ -34,6 +35,8 @@ pub struct LlamaParts {
     pub facts: EngineFacts,
     /// How the KV is divided.
     pub layout: LlamaLayout,
+    /// Sizes for the batch core.
+    pub batch: BatchConfig,
     /// Computes steps; for the engine thread.
     pub executor: LlamaExecutor,
     /// The vocabulary; for all threads.
@@ -89,6 +92,9 @@ pub enum LlamaLoadError {
         /// llama.cpp's own words.
         reason: String,
     },
+    /// The engine around the model did not start.
+    #[error(transparent)]
+    Engine(EngineError),
 }
 
 /// Loads a model. Blocks for the time it takes to read the file once: call it from a thread that
@@ -112,15 +118,16 @@ pub fn load(config: &LlamaConfig) -> Result<LlamaParts, LlamaLoadError> {
     let (context, layout) = make_context(backend, model, config)?;
     let text = Arc::new(LlamaText::new(model, gguf.chat_template.as_deref(), layout));
     let executor = LlamaExecutor::new(context, layout, Arc::clone(&text));
+    let batch = layout.batch_config(config);
     let facts = EngineFacts {
         models: vec![ModelFacts {
-            id: model_id(config, &gguf),
-            context: layout.tokens_per_slot,
-            fingerprint: fingerprint(&digest, config, &native::build_features()),
+            id: model_id(config),
+            context: batch.context,
+            fingerprint: fingerprint(&digest, config, native::build_features()),
             created: modified(path),
         }],
-        block_size: config.block_size,
-        total: layout.blocks(config.block_size),
+        block_size: batch.block_size,
+        total: batch.total,
         capabilities: Capabilities {
             reproducible: config.reproducible,
             resumes: true,
@@ -140,9 +147,30 @@ pub fn load(config: &LlamaConfig) -> Result<LlamaParts, LlamaLoadError> {
     Ok(LlamaParts {
         facts,
         layout,
+        batch,
         executor,
         text,
     })
+}
+
+/// Loads a model and starts the engine around it. Blocks as [`load`] does.
+///
+/// # Errors
+/// See [`LlamaLoadError`].
+pub fn start(
+    config: &LlamaConfig,
+    clock: Arc<dyn Clock>,
+) -> Result<Arc<BatchedEngine>, LlamaLoadError> {
+    let parts = load(config)?;
+    let executor = parts.executor;
+    BatchedEngine::start(
+        parts.batch,
+        parts.facts,
+        move || Ok(executor),
+        parts.text,
+        clock,
+    )
+    .map_err(LlamaLoadError::Engine)
 }
 
 /// Reads the head of the file and refuses what llama.cpp would crash on or we cannot run.
@@ -278,17 +306,17 @@ fn digest(path: &Path) -> Result<[u8; 32], LlamaLoadError> {
 }
 
 /// Names all that decides over tokens and over the form of KV: weights, llama.cpp's version and
-/// build, KV type and layout, the largest step, the machine's architecture.
+/// build, KV type and layout, the prefill grid, the machine's architecture.
 ///
 /// The build counts (an AVX2 and an AVX-512 build were seen to give different tokens), the
 /// processor does not: llama.cpp chose its code when it was compiled.
 fn fingerprint(digest: &[u8; 32], config: &LlamaConfig, build_features: &str) -> u64 {
     let text = format!(
-        "{LLAMA_CPP_VERSION}|{}|{build_features}|{:?}|split={}|flash|step={}",
+        "{LLAMA_CPP_VERSION}|{}|{build_features}|{:?}|split={}|flash|grid={:?}",
         std::env::consts::ARCH,
         kv_type(config),
         config.reproducible,
-        config.step_tokens,
+        config.prefill_grid(),
     );
     let hash = Sha256::new()
         .chain_update(digest)
@@ -299,21 +327,11 @@ fn fingerprint(digest: &[u8; 32], config: &LlamaConfig, build_features: &str) ->
         .fold(0, |sum, &byte| sum << 8 | u64::from(byte))
 }
 
-fn model_id(config: &LlamaConfig, gguf: &Gguf) -> String {
-    let from_name = || {
-        let name = gguf.name.as_deref().unwrap_or_default();
-        let words: Vec<&str> = name.split_whitespace().collect();
-        (!words.is_empty()).then(|| words.join("-").to_lowercase())
-    };
-    let from_path = || {
+fn model_id(config: &LlamaConfig) -> String {
+    config.model_id.clone().unwrap_or_else(|| {
         let stem = config.model_path.file_stem().unwrap_or_default();
         stem.to_string_lossy().into_owned()
-    };
-    config
-        .model_id
-        .clone()
-        .or_else(from_name)
-        .unwrap_or_else(from_path)
+    })
 }
 
 /// When the file was last written, in Unix seconds; zero when the system does not say.
@@ -323,4 +341,59 @@ fn modified(path: &Path) -> u64 {
         .ok()
         .and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok())
         .map_or(0, |since| since.as_secs())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_fingerprint_names_the_version_that_is_built() {
+        let manifest = include_str!("../../../../Cargo.toml");
+        for name in ["llama-cpp-2", "llama-cpp-sys-2"] {
+            let pinned = format!("{name} = {{ version = \"={LLAMA_CPP_VERSION}\"");
+            assert!(manifest.contains(&pinned), "{pinned}");
+        }
+    }
+
+    #[test]
+    fn the_fingerprint_changes_with_all_that_decides_over_tokens() {
+        let shared = LlamaConfig::new("model.gguf");
+        let reproducible = LlamaConfig {
+            reproducible: true,
+            ..shared.clone()
+        };
+        let other_grid = LlamaConfig {
+            step_tokens: NonZeroU32::MIN.saturating_add(99),
+            ..reproducible.clone()
+        };
+        let mut all = vec![
+            fingerprint(&[1; 32], &shared, "AVX2 = 1"),
+            fingerprint(&[2; 32], &shared, "AVX2 = 1"),
+            fingerprint(&[1; 32], &shared, "AVX512 = 1"),
+            fingerprint(&[1; 32], &reproducible, "AVX2 = 1"),
+            fingerprint(&[1; 32], &other_grid, "AVX2 = 1"),
+        ];
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!(all.len(), 5);
+        // Neither the number of threads nor the name changes tokens or the form of KV.
+        let more_threads = LlamaConfig {
+            threads: NonZeroU32::MIN.saturating_add(1),
+            model_id: Some("other".to_owned()),
+            ..shared.clone()
+        };
+        assert_eq!(
+            fingerprint(&[1; 32], &shared, "AVX2 = 1"),
+            fingerprint(&[1; 32], &more_threads, "AVX2 = 1")
+        );
+    }
+
+    #[test]
+    fn a_model_is_named_by_the_operator_else_by_its_file() {
+        let mut config = LlamaConfig::new("/models/Some-1B.Q4_1.gguf");
+        assert_eq!(model_id(&config), "Some-1B.Q4_1");
+        config.model_id = Some("mine".to_owned());
+        assert_eq!(model_id(&config), "mine");
+    }
 }

@@ -47,17 +47,20 @@ pub(super) fn take_errors() -> String {
 }
 
 /// Instruction sets and code paths that llama.cpp was compiled with, in its own words.
-pub(super) fn build_features() -> String {
-    // SAFETY: returns a pointer to a static, zero-terminated string of llama.cpp, which only
-    // another call of the same function rewrites, with the same text.
-    let text = unsafe {
-        let text = llama_print_system_info();
-        if text.is_null() {
-            return String::new();
-        }
-        CStr::from_ptr(text)
-    };
-    text.to_string_lossy().into_owned()
+pub(super) fn build_features() -> &'static str {
+    static FEATURES: OnceLock<String> = OnceLock::new();
+    FEATURES.get_or_init(|| {
+        // SAFETY: gives a zero-terminated string that lives in a static buffer of llama.cpp. The
+        // function rewrites the buffer at every call, so it is called once, here.
+        let text = unsafe {
+            let text = llama_print_system_info();
+            if text.is_null() {
+                return String::new();
+            }
+            CStr::from_ptr(text)
+        };
+        text.to_string_lossy().into_owned()
+    })
 }
 
 /// llama.cpp's log callback. Must not unwind.

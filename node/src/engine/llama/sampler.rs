@@ -165,14 +165,18 @@ impl Sampler {
             candidates.truncate(top_k);
             candidates.sort_unstable_by(Candidate::by_rank);
         }
+        // The share that top-p asks for is one of what top-k left. Both top-p and min-p keep the
+        // first of the ranking, so between them the order does not matter.
         let total = sum(candidates);
-        // Both keep the first of the ranking, so it does not matter which goes first, as long as
-        // the share that top-p asks for is one of what top-k left.
+        let target = f64::from(params.top_p) * total;
+        if params.top_p < 1.0 {
+            drop_tail(candidates, total - target);
+        }
         if params.min_p > 0.0 {
             candidates.retain(|candidate| candidate.weight >= params.min_p.min(1.0));
         }
         if params.top_p < 1.0 {
-            keep_top_p(candidates, f64::from(params.top_p) * total, sorted);
+            keep_top_p(candidates, target, sorted);
         }
     }
 
@@ -185,7 +189,7 @@ impl Sampler {
                 reached += f64::from(candidate.weight);
                 reached > target
             })
-            .or(self.candidates.last())
+            .or_else(|| self.candidates.last())
             .map_or(0, |candidate| candidate.id)
     }
 }
@@ -253,6 +257,13 @@ fn sum(candidates: &[Candidate]) -> f64 {
         .sum()
 }
 
+/// Drops candidates so unlikely that all of their kind together weigh less than half of `spare`,
+/// which top-p leaves out anyway. Most of a vocabulary goes, and need not be ranked.
+fn drop_tail(candidates: &mut Vec<Candidate>, spare: f64) {
+    let least = (spare / 2.0 / candidates.len().max(1) as f64) as f32;
+    candidates.retain(|candidate| candidate.weight >= least);
+}
+
 /// Keeps the likeliest candidates whose weights reach `target`, at least one.
 fn keep_top_p(candidates: &mut Vec<Candidate>, target: f64, sorted: bool) {
     let mut reached = 0.0;
@@ -293,3 +304,6 @@ fn mix(seed: u64) -> u64 {
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ (x >> 31)
 }
+
+#[cfg(test)]
+mod tests;

@@ -162,3 +162,6 @@ fn push(parts: &mut Vec<Part>, text: &str, is_template: bool) {
         });
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,7 +1,10 @@
 //! Text to ids and back, for all threads.
 
+use std::collections::BTreeSet;
+
 use llama_cpp_2::model::LlamaModel;
 use llama_cpp_2::token::LlamaToken;
+use llama_cpp_2::vocab::LlamaVocab;
 use shoal_gossip::Tokens;
 
 use crate::engine::EngineError;
@@ -15,6 +18,7 @@ use crate::openai::ChatMessage;
 pub struct LlamaText {
     model: &'static LlamaModel,
     pieces: Pieces,
+    controls: Controls,
     /// Begins a sequence, if the model wants one.
     start: Option<u32>,
     /// Why the model cannot chat, if it cannot.
@@ -31,21 +35,14 @@ impl LlamaText {
         layout: LlamaLayout,
     ) -> Self {
         let vocab = model.vocab();
-        let pieces = Pieces::new(model);
-        let text_of = |token: LlamaToken| {
-            // llama.cpp throws on ids that do not exist, and -1 stands for "none".
-            let exists = u32::try_from(token.0).is_ok_and(|id| id < pieces.count());
-            exists
-                .then(|| {
-                    vocab
-                        .text(token)
-                        .map(|text| text.to_string_lossy().into_owned())
-                })
-                .flatten()
-                .unwrap_or_default()
-        };
+        let pieces = Pieces::new(&vocab);
+        let controls = Controls::new(&vocab, &pieces);
         let template = match template {
-            Some(source) => ChatTemplate::new(source, text_of(vocab.bos()), text_of(vocab.eos())),
+            Some(source) => ChatTemplate::new(
+                source,
+                text_of(&vocab, vocab.bos()),
+                text_of(&vocab, vocab.eos()),
+            ),
             None => Err("the model has no chat template: ask /v1/completions".to_owned()),
         };
         if let Err(reason) = &template {
@@ -57,6 +54,7 @@ impl LlamaText {
         Self {
             model,
             pieces,
+            controls,
             start,
             template,
             context: layout.tokens_per_slot,
@@ -106,6 +104,17 @@ impl LlamaText {
     /// would then bring control tokens of its own; if so each message is tokenised by itself, as
     /// plain text.
     fn encode_parts(&self, parts: &[Part]) -> Vec<u32> {
+        let apart = || {
+            parts
+                .iter()
+                .flat_map(|part| self.tokenize(&part.text, part.is_template))
+                .collect()
+        };
+        let mut of_users = parts.iter().filter(|part| !part.is_template);
+        // Looked up before llama.cpp reads it, whose time grows with the square of their number.
+        if of_users.any(|part| self.controls.occur_in(&part.text)) {
+            return apart();
+        }
         let whole: String = parts.iter().map(|part| part.text.as_str()).collect();
         let ids = self.tokenize(&whole, true);
         let of_template: Vec<u32> = parts
@@ -113,14 +122,24 @@ impl LlamaText {
             .filter(|part| part.is_template)
             .flat_map(|part| self.control_ids(&self.tokenize(&part.text, true)))
             .collect();
+        // A control token may also have come together where two parts meet.
         if self.control_ids(&ids) == of_template {
-            return ids;
+            ids
+        } else {
+            apart()
         }
-        parts
-            .iter()
-            .flat_map(|part| self.tokenize(&part.text, part.is_template))
-            .collect()
     }
+}
+
+/// Text of a token; empty when there is none.
+fn text_of(vocab: &LlamaVocab<'_>, token: LlamaToken) -> String {
+    // llama.cpp throws on ids that do not exist, and -1 stands for "none".
+    if !(0..vocab.n_tokens()).contains(&token.0) {
+        return String::new();
+    }
+    vocab
+        .text(token)
+        .map_or_else(String::new, |text| text.to_string_lossy().into_owned())
 }
 
 impl TextModel for LlamaText {
@@ -156,6 +175,50 @@ impl TextModel for LlamaText {
     }
 }
 
+/// The texts of control tokens, to find them in what users write.
+#[derive(Debug)]
+struct Controls {
+    texts: BTreeSet<Vec<u8>>,
+    /// Bytes that a text begins with.
+    first: [bool; 256],
+    /// Lengths of texts.
+    lengths: BTreeSet<usize>,
+}
+
+impl Controls {
+    fn new(vocab: &LlamaVocab<'_>, pieces: &Pieces) -> Self {
+        let mut controls = Self {
+            texts: BTreeSet::new(),
+            first: [false; 256],
+            lengths: BTreeSet::new(),
+        };
+        for (id, token) in (0..).zip(vocab.tokens()) {
+            if !pieces.get(id).is_empty() {
+                continue;
+            }
+            let text = text_of(vocab, token).into_bytes();
+            if let Some(&first) = text.first() {
+                controls.first[usize::from(first)] = true;
+                controls.lengths.insert(text.len());
+                controls.texts.insert(text);
+            }
+        }
+        controls
+    }
+
+    fn occur_in(&self, text: &str) -> bool {
+        let bytes = text.as_bytes();
+        let begins = |place: &usize| self.first[usize::from(bytes[*place])];
+        (0..bytes.len()).filter(begins).any(|place| {
+            let rest = &bytes[place..];
+            self.lengths
+                .iter()
+                .take_while(|&&length| length <= rest.len())
+                .any(|&length| self.texts.contains(&rest[..length]))
+        })
+    }
+}
+
 /// The bytes of every token in one buffer: asked for each generated token, so no call into
 /// llama.cpp, and any id may be asked for.
 #[derive(Debug)]
@@ -169,8 +232,7 @@ struct Pieces {
 }
 
 impl Pieces {
-    fn new(model: &LlamaModel) -> Self {
-        let vocab = model.vocab();
+    fn new(vocab: &LlamaVocab<'_>) -> Self {
         let mut pieces = Self {
             bytes: Vec::new(),
             ends: Vec::new(),

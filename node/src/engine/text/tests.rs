@@ -32,7 +32,7 @@ fn whole_text(stop: &[String], bytes: &[u8]) -> String {
                 .map(|stop| end - stop.len())
                 .min()
         });
-    first.map_or(text.clone(), |start| text[..start].to_owned())
+    first.map_or_else(|| text.clone(), |start| text[..start].to_owned())
 }
 
 #[test]

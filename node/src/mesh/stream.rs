@@ -1,0 +1,188 @@
+//! The stream plane: requests out, token frames back, over QUIC.
+//!
+//! One connection per pair of nodes and direction, pinned to the `PeerId`s that current records name.
+//! One stream per request: the home writes the submission, the host writes frames until the request
+//! ends. Giving up is stopping the stream, which the other side sees at once.
+//!
+//! ```text
+//! engine ─▶ host ─▶ 4 frames ─▶ stream window 64 KiB ─▶ 4 frames ─▶ home ─▶ client
+//! ```
+//!
+//! Each arrow waits for the next, so a client that does not read stops its own request at the host and
+//! nothing else.
+//!
+//! - A client that TLS refuses believes itself connected for a round trip (TLS 1.3). So the host greets
+//!   an admitted peer with one byte, and a dialler trusts nothing before it.
+//! - A node that leaves the view loses its connections, both ways, at once: the state plane alone says
+//!   who is dead.
+//! - The endpoint is driven on the gossip thread, whose socket it shares; connections run where they
+//!   are used.
+
+mod accept;
+mod dial;
+mod transport;
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use libp2p::identity::Keypair;
+use quinn::{Endpoint, TokioRuntime, VarInt};
+use shoal_gossip::{ClusterView, NodeId};
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::mesh::members::Members;
+use crate::mesh::messages::Submit;
+use crate::mesh::socket::{SharedSocket, endpoint_config};
+use crate::mesh::tls::{Admit, PeerTls, STREAM_ALPN, TlsError};
+use crate::mesh::{FrameReceiver, StreamError, StreamHandler, StreamPlane};
+
+/// Frames that may wait on either side of a stream. Enough that a task switch does not stall a step's
+/// worth of tokens, few enough that a stalled client costs little.
+const FRAMES: usize = 4;
+
+/// Sent by the host once it has admitted a peer.
+const GREETING: [u8; 1] = [1];
+
+/// Close code: the node is shutting down.
+const CODE_CLOSING: VarInt = VarInt::from_u32(0);
+
+/// Close code: no current record names the peer.
+const CODE_NOT_A_MEMBER: VarInt = VarInt::from_u32(1);
+
+/// Why a stream plane did not start. Nothing is left running.
+#[derive(Debug, thiserror::Error)]
+pub enum StreamStartError {
+    /// The certificate or its use.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    /// The endpoint.
+    #[error("the QUIC endpoint cannot be made: {0}")]
+    Endpoint(String),
+}
+
+/// A running stream plane.
+#[derive(Debug)]
+pub struct StreamNode {
+    endpoint: Endpoint,
+    pool: dial::Pool,
+    members: Members,
+    stop: CancellationToken,
+    tasks: TaskTracker,
+}
+
+impl StreamNode {
+    /// Starts serving on `socket`. `gossip_thread` drives the endpoint; requests of others go to
+    /// `handler`; who may come, and where others are, is read off `view`.
+    ///
+    /// # Errors
+    /// See [`StreamStartError`].
+    pub fn start(
+        socket: &SharedSocket,
+        gossip_thread: &Handle,
+        keypair: &Keypair,
+        view: watch::Receiver<Arc<ClusterView>>,
+        handler: Arc<dyn StreamHandler>,
+    ) -> Result<Arc<Self>, StreamStartError> {
+        let wrong = |error: &dyn std::fmt::Display| StreamStartError::Endpoint(error.to_string());
+        let members = Members::new(view);
+        let tls = PeerTls::new(keypair)?;
+        let guests = members.clone();
+        let admit: Admit = Arc::new(move |peer| guests.admit(peer).is_some());
+        let server = transport::server_config(tls.server(STREAM_ALPN, admit)?);
+        let config = endpoint_config(socket.quic.as_ref()).map_err(|error| wrong(&error))?;
+        let endpoint = {
+            let _driver = gossip_thread.enter();
+            Endpoint::new_with_abstract_socket(
+                config,
+                Some(server),
+                Arc::clone(&socket.quic),
+                Arc::new(TokioRuntime),
+            )
+            .map_err(|error| wrong(&error))?
+        };
+        let (stop, tasks) = (CancellationToken::new(), TaskTracker::new());
+        let acceptor = accept::Acceptor {
+            endpoint: endpoint.clone(),
+            members: members.clone(),
+            handler,
+            stop: stop.clone(),
+            tasks: tasks.clone(),
+        };
+        tasks.spawn(acceptor.run());
+        Ok(Arc::new(Self {
+            pool: dial::Pool::new(endpoint.clone(), tls, tasks.clone(), stop.clone()),
+            endpoint,
+            members,
+            stop,
+            tasks,
+        }))
+    }
+
+    /// Where it is bound.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn local_addr(&self) -> std::io::Result<SocketAddr> {
+        self.endpoint.local_addr()
+    }
+
+    /// Tasks that run now: one for the plane, a few per connection, one or two per open stream.
+    pub fn tasks(&self) -> usize {
+        self.tasks.len()
+    }
+
+    /// Closes all connections and waits for their tasks. The shared socket is no longer read after this.
+    pub async fn shutdown(&self) {
+        self.abort();
+        self.tasks.close();
+        self.tasks.wait().await;
+        self.endpoint.wait_idle().await;
+    }
+
+    /// Closes all connections and waits for nothing.
+    pub fn abort(&self) {
+        self.stop.cancel();
+        self.endpoint.close(CODE_CLOSING, b"closing");
+    }
+}
+
+#[async_trait]
+impl StreamPlane for StreamNode {
+    async fn open(&self, to: NodeId, submit: Submit) -> Result<FrameReceiver, StreamError> {
+        let member = self.members.find(to).ok_or(StreamError::UnknownNode(to))?;
+        self.pool.open(&self.members, member, submit).await
+    }
+}
+
+/// Closes a connection when its peer leaves the view, or with the plane.
+async fn guard(
+    connection: quinn::Connection,
+    node: NodeId,
+    mut members: Members,
+    stop: CancellationToken,
+) {
+    loop {
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => return connection.close(CODE_CLOSING, b"closing"),
+            _ = connection.closed() => return,
+            lives = members.changed() => {
+                if members.find(node).is_none() {
+                    return connection.close(CODE_NOT_A_MEMBER, b"not in the mesh");
+                }
+                if !lives {
+                    // The last view stands; only the connection itself can end now.
+                    connection.closed().await;
+                    return;
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
