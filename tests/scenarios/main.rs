@@ -13,3 +13,4 @@ mod host_is_lost;
 mod leaving_in_order;
 mod llama_executor;
 mod overload_is_refused;
+mod source_rules;
