@@ -160,7 +160,7 @@ impl Cluster {
                 let view = self.view(node.http_addr()).await?;
                 let ready = view
                     .iter()
-                    .filter(|row| row["load"]["readiness"] == "ready" || row["readiness"] == "ready")
+                    .filter(|row| row["load"]["readiness"] == "Ready")
                     .count();
                 if ready == count && view.len() == count {
                     Ok(())
