@@ -48,7 +48,9 @@ pub enum StartError {
     #[error(transparent)]
     Identity(#[from] IdentityError),
     /// An address cannot be listened on.
-    #[error("cannot listen on {address} for {purpose}: {reason}; free the port or choose another with {flag}")]
+    #[error(
+        "cannot listen on {address} for {purpose}: {reason}; free the port or choose another with {flag}"
+    )]
     Listen {
         /// What it was for.
         purpose: &'static str,
@@ -177,8 +179,12 @@ impl Node {
 
         if timeout(self.deadline, self.finished()).await.is_err() {
             let load = self.loads.summary();
-            warn!(running = load.running, queued = load.queued, at_home = self.requests.len(),
-                "deadline over: requests that still run are cut");
+            warn!(
+                running = load.running,
+                queued = load.queued,
+                at_home = self.requests.len(),
+                "deadline over: requests that still run are cut"
+            );
             self.stop.hurry.cancel();
         }
         self.stop.closing.cancel();

@@ -87,6 +87,9 @@ mod tests {
             .await
             .unwrap_err()
             .to_string();
-        assert!(error.starts_with("--advertise no.such.host.invalid"), "{error}");
+        assert!(
+            error.starts_with("--advertise no.such.host.invalid"),
+            "{error}"
+        );
     }
 }

@@ -22,11 +22,7 @@ pub(super) struct Front {
 }
 
 impl Front {
-    pub(super) fn new(
-        home: Arc<Home>,
-        knowledge: Arc<Knowledge>,
-        max_view_age: Duration,
-    ) -> Self {
+    pub(super) fn new(home: Arc<Home>, knowledge: Arc<Knowledge>, max_view_age: Duration) -> Self {
         Self {
             home,
             knowledge,
@@ -78,7 +74,9 @@ impl Frontend for Front {
             .iter()
             .filter(|row| {
                 let fresh = row.age(now).is_some_and(|age| age <= self.max_view_age);
-                let ready = row.load.is_some_and(|(load, _)| load.readiness == Readiness::Ready);
+                let ready = row
+                    .load
+                    .is_some_and(|(load, _)| load.readiness == Readiness::Ready);
                 fresh && ready
             })
             .count()

@@ -125,7 +125,10 @@ pub(super) async fn watch_health(
             GossipHealth::Running => info!("the state plane is well again"),
             GossipHealth::Restarting { reason } => warn!(reason, "the state plane is restarted"),
             GossipHealth::Crowded { left_out } => {
-                warn!(left_out, "the mesh is larger than a gossip digest can hold; split it");
+                warn!(
+                    left_out,
+                    "the mesh is larger than a gossip digest can hold; split it"
+                );
             }
             GossipHealth::Displaced { by } => {
                 let reason = format!(

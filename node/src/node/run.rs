@@ -10,7 +10,10 @@ use crate::node::Node;
 
 /// Runs a node until SIGTERM or Ctrl-C, then ends it in order. A second signal ends it at once.
 pub fn run(config: NodeConfig) -> ExitCode {
-    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+    let runtime = match tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+    {
         Ok(runtime) => runtime,
         Err(error) => {
             error!(%error, "no threads to run on");

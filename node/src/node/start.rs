@@ -68,7 +68,10 @@ pub(super) async fn start(config: NodeConfig) -> Result<Node, StartError> {
     let base = base(config).await?;
     let loads = Arc::new(LoadSource::new(Arc::clone(&base.engine), base.incarnation));
     let (view, views) = watch::channel(nobody(&base));
-    let metrics = Arc::new(Metrics::new(base.identity.node_id(), env!("CARGO_PKG_VERSION")));
+    let metrics = Arc::new(Metrics::new(
+        base.identity.node_id(),
+        env!("CARGO_PKG_VERSION"),
+    ));
     let knowledge = Arc::new(Knowledge::new(
         Arc::clone(&base.clock),
         Arc::clone(&loads),
@@ -133,7 +136,11 @@ pub(super) async fn start(config: NodeConfig) -> Result<Node, StartError> {
         !base.config.mesh.seeds.is_empty(),
         stop.closed.clone(),
     ));
-    background.spawn(reports::watch_health(gossip.health(), fatal, stop.closed.clone()));
+    background.spawn(reports::watch_health(
+        gossip.health(),
+        fatal,
+        stop.closed.clone(),
+    ));
     let server = background.spawn(api::serve(
         base.listener,
         api,
@@ -215,8 +222,8 @@ async fn planes(
 ) -> Result<Planes, StartError> {
     let mesh = &base.config.mesh;
     let bound = SharedSocket::bind(mesh.stream, thread.handle());
-    let socket =
-        bound.map_err(|error| listening("streams and gossip", mesh.stream, &error, "--mesh-port"))?;
+    let socket = bound
+        .map_err(|error| listening("streams and gossip", mesh.stream, &error, "--mesh-port"))?;
     let stream = socket
         .local_addr()
         .map_err(|error| listening("streams and gossip", mesh.stream, &error, "--mesh-port"))?;
@@ -354,7 +361,10 @@ fn seed_list(mesh: &MeshSettings) -> Result<SeedList, StartError> {
 fn api_config(config: &NodeConfig) -> Result<ApiConfig, StartError> {
     let read = |path: &Path, what: &str| {
         std::fs::read(path).map_err(|error| {
-            StartError::File(format!("the {what} {} cannot be read: {error}", path.display()))
+            StartError::File(format!(
+                "the {what} {} cannot be read: {error}",
+                path.display()
+            ))
         })
     };
     let http = &config.http;
@@ -369,7 +379,10 @@ fn api_config(config: &NodeConfig) -> Result<ApiConfig, StartError> {
     let tls = match &http.tls {
         None => None,
         Some(files) => {
-            let pem = (read(&files.cert, "certificate")?, read(&files.key, "private key")?);
+            let pem = (
+                read(&files.cert, "certificate")?,
+                read(&files.key, "private key")?,
+            );
             let tls = Tls::from_pem(&pem.0, &pem.1);
             Some(tls.map_err(|error| StartError::File(format!("--tls-cert, --tls-key: {error}")))?)
         }
