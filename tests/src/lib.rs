@@ -7,5 +7,6 @@
 
 pub mod client;
 pub mod cluster;
+pub mod engine_contract;
 pub mod tiny_gguf;
 pub mod wait;
