@@ -64,7 +64,7 @@ pub use config::{ConfigError, GossipConfig};
 pub use health::Health;
 pub use io::{DatagramIo, MAX_DATAGRAM};
 pub use keys::{ClusterKey, KeyError, KeyRing, MAX_KEYS};
-pub use limits::MAX_NODES;
+pub use limits::{MAX_NODES, MAX_NODES_IPV6};
 #[cfg(any(test, feature = "testing"))]
 pub use memory::{MemoryIo, MemoryNet};
 pub use quantity::{BlockSize, Blocks, ByteCount, Tokens};

@@ -121,13 +121,15 @@ impl Roster {
 
     /// One row per node: its latest life, if that has not said goodbye.
     pub(crate) fn rows(&self) -> Vec<NodeRow> {
+        // The generation and not the incarnation tells which life is later: a node whose clock ran
+        // back outbids its own past with it.
         let mut latest: BTreeMap<NodeId, ((u64, &ChitchatId), &Life)> = BTreeMap::new();
         for (id, life) in &self.lives {
             let Some(facts) = &life.facts else { continue };
             if facts.node == self.this {
                 continue;
             }
-            let rank = (facts.incarnation.0, id);
+            let rank = (id.generation_id, id);
             let entry = latest.entry(facts.node).or_insert((rank, life));
             if rank > entry.0 {
                 *entry = (rank, life);
@@ -224,13 +226,12 @@ pub(crate) fn judge(own: SocketAddr, rivals: &[Rival]) -> Rivalry {
         .map_or(Rivalry::None, Rivalry::Outbid)
 }
 
-/// Whether this node is one too many: the mesh knows more nodes than `limit`, and leaving out the dead
-/// ones, at least as many started before this one as there are places.
+/// Whether this node is one too many: as many as the mesh may have started before it.
 ///
-/// All nodes come to the same answer, so exactly the latest ones give way.
-pub(crate) fn one_too_many(known: usize, live: usize, started_before: usize, limit: usize) -> bool {
-    let dead = known.saturating_sub(live);
-    known > limit && started_before >= limit.saturating_sub(dead)
+/// Those count who are in the digest, dead ones too, since the digest is what must not outgrow a datagram.
+/// Whoever was in keeps its place: only later nodes come in, so the number before it never rises.
+pub(crate) fn one_too_many(started_before: usize, limit: usize) -> bool {
+    started_before >= limit
 }
 
 #[cfg(test)]

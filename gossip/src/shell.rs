@@ -243,3 +243,6 @@ fn framing(config: &GossipConfig) -> Result<Framing, GossipError> {
         .map_err(|_| GossipError::NoEntropy)?;
     Ok(Framing::Sealed(Box::new(Sealer::new(keys, SenderId(id))?)))
 }
+
+#[cfg(test)]
+mod tests;

@@ -38,6 +38,10 @@ const DELETED_KEPT: Duration = Duration::from_secs(60);
 /// Heartbeat intervals that the failure detector averages over: four minutes at 250 ms.
 const HEARTBEATS_KEPT: usize = 1_000;
 
+/// Version of our own record after which no value is set: half of all versions, which honest
+/// updates do not reach.
+const LAST_VERSION: u64 = u64::MAX / 2;
+
 /// Something to react to.
 enum Input {
     Stop,
@@ -182,11 +186,11 @@ impl<'a> Session<'a> {
         match input {
             Input::Stop => return Some(End::Stopped),
             Input::Ended(reason) => return Some(End::Failed(reason)),
-            Input::Leave => self.begin_goodbye(Health::Left).await,
+            Input::Leave => return self.begin_goodbye(Health::Left).await,
             Input::GoodbyeDue => return self.go_on_with_goodbye(),
-            Input::Load => self.take_load().await,
-            Input::LoadDue => self.put_load().await,
-            Input::Facts => self.put_facts().await,
+            Input::Load => return self.take_load().await,
+            Input::LoadDue => return self.put_load().await,
+            Input::Facts => return self.put_facts().await,
             Input::Resolved => {
                 let resolved = self.task.resolved.borrow_and_update();
                 self.task
@@ -203,12 +207,10 @@ impl<'a> Session<'a> {
     }
 
     /// Puts a newly published load into our row, and into gossip now or when the interval is over.
-    async fn take_load(&mut self) {
+    async fn take_load(&mut self) -> Option<End> {
         self.task.take_own_load();
         self.want_view();
-        let Some((load, now)) = self.task.own.load else {
-            return;
-        };
+        let (load, now) = self.task.own.load?;
         let due = match self.last_put {
             Some((last, readiness)) if readiness == load.readiness => {
                 last + self.task.config.interval
@@ -216,39 +218,54 @@ impl<'a> Session<'a> {
             Some(_) | None => now,
         };
         if due <= now {
-            self.put_load().await;
-        } else {
-            self.load_due = Some(due);
+            return self.put_load().await;
         }
+        self.load_due = Some(due);
+        None
     }
 
-    async fn put_load(&mut self) {
+    async fn put_load(&mut self) -> Option<End> {
         self.load_due = None;
-        let Some((load, _)) = self.task.own.load else {
-            return;
-        };
+        let (load, _) = self.task.own.load?;
         match pack_load(&load) {
             Ok(text) => {
                 self.last_put = Some((self.task.clock.now(), load.readiness));
-                self.set(LOAD_KEY, &text).await;
+                self.set(LOAD_KEY, &text).await
             }
-            Err(error) => debug!(%error, "own load not published"),
+            Err(error) => {
+                debug!(%error, "own load not published");
+                None
+            }
         }
     }
 
-    async fn put_facts(&mut self) {
+    async fn put_facts(&mut self) -> Option<End> {
         self.task.own.facts = Arc::clone(&self.task.facts.borrow_and_update());
         self.want_view();
         match pack_facts(&self.task.own.facts) {
             Ok(text) => self.set(FACTS_KEY, &text).await,
-            Err(error) => debug!(%error, "own facts not published"),
+            Err(error) => {
+                debug!(%error, "own facts not published");
+                None
+            }
         }
     }
 
-    async fn set(&mut self, key: &str, value: &str) {
-        self.library
-            .with_chitchat(|chitchat| chitchat.self_node_state().set(key, value))
+    /// Sets one of our values. Ends the session when a forged record has driven our version to where
+    /// the library would panic on the next one.
+    async fn set(&mut self, key: &str, value: &str) -> Option<End> {
+        let set = self
+            .library
+            .with_chitchat(|chitchat| {
+                let state = chitchat.self_node_state();
+                let room = state.max_version() < LAST_VERSION;
+                if room {
+                    state.set(key, value);
+                }
+                room
+            })
             .await;
+        (!set).then(|| End::Failed("our record was forged".to_owned()))
     }
 
     fn want_view(&mut self) {
@@ -266,7 +283,6 @@ impl<'a> Session<'a> {
         let task = &mut *self.task;
         let now = task.clock.now();
         self.last_view = now;
-        let live = census.observed.len() + 1;
         let rejected = task.roster.update(now, census.observed);
         task.counters.rows_rejected.add(rejected.rows);
         task.counters.loads_rejected.add(rejected.loads);
@@ -281,10 +297,9 @@ impl<'a> Session<'a> {
             Rivalry::Displaced(by) => return Some(End::Final(Health::Displaced { by })),
         }
         let limit = task.config.max_nodes;
-        if self.goodbye.is_none() && one_too_many(census.known, live, census.started_before, limit)
-        {
+        if self.goodbye.is_none() && one_too_many(census.started_before, limit) {
             let known = census.known;
-            self.begin_goodbye(Health::Crowded { known, limit }).await;
+            return self.begin_goodbye(Health::Crowded { known, limit }).await;
         }
         None
     }
@@ -302,13 +317,13 @@ impl<'a> Session<'a> {
         }
     }
 
-    async fn begin_goodbye(&mut self, then: Health) {
-        self.set(LEFT_KEY, "1").await;
+    async fn begin_goodbye(&mut self, then: Health) -> Option<End> {
         self.goodbye = Some(Goodbye {
             rounds_left: GOODBYE_ROUNDS + 1,
             due: self.task.clock.now(),
             then,
         });
+        self.set(LEFT_KEY, "1").await
     }
 
     /// Tells some peers directly; after the last round, says that it is done.
@@ -394,9 +409,9 @@ fn library_config(task: &Task, id: &ChitchatId) -> ChitchatConfig {
 struct Census {
     observed: Vec<Observed>,
     rivals: Vec<Rival>,
-    /// Entries of the digest.
+    /// Entries of the digest: live and recently dead nodes.
     known: usize,
-    /// Other live nodes that started before us.
+    /// Those of them that started before us.
     started_before: usize,
 }
 
@@ -425,14 +440,18 @@ impl Census {
                 live: live.contains(id),
             })
             .collect();
-        let forgotten = chitchat.scheduled_for_deletion_nodes().count();
+        let forgotten: BTreeSet<&ChitchatId> = chitchat.scheduled_for_deletion_nodes().collect();
+        let digest = || {
+            let states = chitchat.node_states().keys();
+            states.filter(|id| !forgotten.contains(id))
+        };
         let age = |id: &ChitchatId| (id.generation_id, Arc::clone(&id.node_id));
         let ours = age(own);
         Self {
             observed,
             rivals,
-            known: chitchat.node_states().len().saturating_sub(forgotten),
-            started_before: live.iter().filter(|id| age(id) < ours).count(),
+            known: digest().count(),
+            started_before: digest().filter(|id| age(id) < ours).count(),
         }
     }
 }
