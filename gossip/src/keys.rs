@@ -179,11 +179,6 @@ impl KeyRing {
     }
 
     /// Sealing key first.
-    pub fn into_keys(self) -> Vec<ClusterKey> {
-        self.keys
-    }
-
-    /// The keys, the sealing one first.
     pub(crate) fn keys(&self) -> &[ClusterKey] {
         &self.keys
     }
