@@ -178,6 +178,11 @@ impl KeyRing {
         Self::of_texts(text.lines(), &format!("file {}", path.display()))
     }
 
+    /// The keys, the sealing one first.
+    pub fn into_keys(self) -> Vec<ClusterKey> {
+        self.keys
+    }
+
     /// Sealing key first.
     pub(crate) fn keys(&self) -> &[ClusterKey] {
         &self.keys
