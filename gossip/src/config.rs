@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use crate::keys::KeyRing;
-use crate::limits::{MAX_CLUSTER_LABEL, MAX_NODES};
+use crate::limits::{MAX_CLUSTER_LABEL, MAX_NODES, MAX_NODES_IPV6};
 use crate::seeds::SeedList;
 
 /// Settings of the state plane. [`GossipConfig::new`] fills in the defaults.
@@ -29,7 +29,8 @@ pub struct GossipConfig {
     pub seeds: SeedList,
     /// The cluster keys; without them only loopback addresses are allowed.
     pub keys: Option<KeyRing>,
-    /// Nodes the mesh may have, live and recently dead. At most, and by default, [`MAX_NODES`].
+    /// Nodes the mesh may have, live and recently dead. At most, and by default, [`MAX_NODES`], or
+    /// [`MAX_NODES_IPV6`] when `advertise` is of that family. The latest ones beyond it give way.
     pub max_nodes: usize,
 }
 
@@ -64,7 +65,7 @@ impl GossipConfig {
             dead_node_grace: Duration::from_secs(120),
             seeds: SeedList::default(),
             keys: None,
-            max_nodes: MAX_NODES,
+            max_nodes: most_nodes(advertise),
         }
     }
 
@@ -104,8 +105,9 @@ impl GossipConfig {
                 &range,
             );
         }
-        if !(2..=MAX_NODES).contains(&self.max_nodes) {
-            let range = format!("2 to {MAX_NODES}");
+        let most = most_nodes(self.advertise);
+        if !(2..=most).contains(&self.max_nodes) {
+            let range = format!("2 to {most}");
             return wrong("max_nodes", self.max_nodes.to_string(), &range);
         }
         if self.keys.is_none() {
@@ -116,6 +118,13 @@ impl GossipConfig {
             }
         }
         Ok(())
+    }
+}
+
+fn most_nodes(advertise: SocketAddr) -> usize {
+    match advertise {
+        SocketAddr::V4(_) => MAX_NODES,
+        SocketAddr::V6(_) => MAX_NODES_IPV6,
     }
 }
 

@@ -178,12 +178,12 @@ impl KeyRing {
         Self::of_texts(text.lines(), &format!("file {}", path.display()))
     }
 
-    /// Sealing key first.
+    /// The keys, the sealing one first.
     pub fn into_keys(self) -> Vec<ClusterKey> {
         self.keys
     }
 
-    /// The keys, the sealing one first.
+    /// Sealing key first.
     pub(crate) fn keys(&self) -> &[ClusterKey] {
         &self.keys
     }

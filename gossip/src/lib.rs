@@ -1,50 +1,79 @@
 //! State plane of Shoal: who is alive, and what do they say of themselves.
 //!
 //! ```text
-//!  socket ──▶ seal ──▶ gossip library ──▶ table ──▶ view ──▶ policies
-//!    ▲      (keys)   (chitchat, loopback           (immutable, an age per row,
-//!    └──────────────  tap as its codec)             on a watch channel)
+//!   Gossip::publish ─┐                                        ┌─> view: ClusterView
+//!   update_facts ────┤                                        ├─> health, seeds
+//!                    v                                        │
+//!               ┌─ shell: one task, restarts, goodbye, seeds ─┴─ roster: what is believed ─┐
+//!               │                                                                          │
+//!               v                                                                          │
+//!            chitchat  (membership, heartbeats, reconciliation: V1, 11-character names) ───┘
+//!               │
+//!            transport (loopback tap around the library's codec)
+//!               │
+//!              seal    (ChaCha20-Poly1305 under the cluster key, replay window, time check)
+//!               │
+//!           DatagramIo (UDP, shared with the QUIC endpoint of the stream plane)
 //! ```
 //!
-//! chitchat owns membership and failure detection; everything around it is here: the seal of every
-//! datagram, seeds that are resolved again and again, bounded and checked records, and the view. It runs
-//! on a thread of its own ([`GossipThread`]). Nothing here decides where work goes.
+//! * The cluster key is the border: whoever holds it is believed, nobody else is heard.
+//! * Liveness has one owner, the gossip's failure detector; a row exists exactly as long as it says so,
+//!   or until the node says goodbye or a later life replaces it.
+//! * The view is for choosing candidates. It is about two intervals old; decisions are made on the
+//!   numbers that messages between nodes carry.
+//! * Everything runs on a [`GossipThread`] of its own, so that a stalled engine is not taken for a death.
 //!
-//! The crate is also the home of the words everybody uses: identities, quantities, time.
+//! Deliberately absent: cores ([`seal`](Framing), roster, seed book) read no clock, draw no entropy and do not
+//! await; libraries log at debug and trace only, and the gossip library's own warnings
+//! (target `chitchat`) are best filtered to errors.
 
+// Vocabulary.
 mod clock;
-mod config;
 mod io;
-mod keys;
 mod limits;
-#[cfg(any(test, feature = "testing"))]
-mod memory;
 mod quantity;
-mod seal;
-mod seeds;
-mod shell;
-mod stats;
 mod summary;
-mod table;
-#[cfg(any(test, feature = "testing"))]
-pub mod testing;
 mod time;
-mod transport;
 mod types;
 mod view;
+
+// From the wire up.
+mod keys;
+mod seal;
+mod stats;
+mod transport;
+
+// What is said, what is believed, whom to ask.
+mod roster;
+mod seeds;
 mod wire;
+
+// The shell.
+mod config;
+mod health;
+mod shell;
+
+// For tests.
+#[cfg(any(test, feature = "testing"))]
+mod memory;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 
 pub use clock::{MonotonicClock, unix_time};
 pub use config::{ConfigError, GossipConfig};
+pub use health::Health;
 pub use io::{DatagramIo, MAX_DATAGRAM};
-pub use keys::{ClusterKey, KeyError, KeyRing};
-pub use limits::MAX_NODES;
+pub use keys::{ClusterKey, KeyError, KeyRing, MAX_KEYS};
+pub use limits::{MAX_NODES, MAX_NODES_IPV6};
 #[cfg(any(test, feature = "testing"))]
 pub use memory::{MemoryIo, MemoryNet};
 pub use quantity::{BlockSize, Blocks, ByteCount, Tokens};
-pub use seal::{OpenError, SealError};
+pub use seal::{
+    Framing, MAX_CLOCK_SKEW, MAX_SEALED_MESSAGE, OpenError, SEAL_OVERHEAD, SealError, Sealer,
+    SenderId,
+};
 pub use seeds::{MAX_SEEDS, Seed, SeedError, SeedList, SeedState};
-pub use shell::{Gossip, GossipError, GossipHealth, GossipStart, GossipThread};
+pub use shell::{Gossip, GossipError, GossipThread, ThreadStuck};
 pub use stats::GossipStats;
 pub use summary::{LoadSummary, ModelFacts, NodeFacts, Readiness, Role};
 pub use time::{Clock, Timestamp};

@@ -18,7 +18,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use shoal_gossip::{ClusterView, Gossip, LoadSummary, NodeId};
+use shoal_gossip::{ClusterView, Gossip, GossipThread, LoadSummary, NodeId};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
@@ -97,7 +97,8 @@ pub struct Node {
     loads: Arc<LoadSource>,
     knowledge: Arc<Knowledge>,
     front: Arc<Front>,
-    gossip: Gossip,
+    gossip: Arc<Gossip>,
+    gossip_thread: GossipThread,
     control: Arc<ControlNode>,
     streams: Arc<StreamNode>,
     server: JoinHandle<()>,
@@ -205,7 +206,13 @@ impl Node {
         in_time("control plane", self.control.shutdown()).await;
         in_time("engine", self.engine.shutdown()).await;
         in_time("background tasks", self.background.wait()).await;
-        in_time("state plane", self.gossip.shutdown()).await;
+        // The tasks that shared it have ended; if one has not, the thread ends it.
+        if let Some(gossip) = Arc::into_inner(self.gossip) {
+            in_time("state plane", gossip.shutdown()).await;
+        }
+        if let Err(error) = self.gossip_thread.shutdown(CLOSE_PATIENCE).await {
+            warn!(%error, "the gossip thread did not close in time");
+        }
         info!(node = %self.id, "closed");
     }
 
@@ -232,7 +239,6 @@ impl Node {
         self.stop.closing.cancel();
         self.stop.closed.cancel();
         self.server.abort();
-        self.gossip.abort();
         self.streams.abort();
         self.control.abort();
     }

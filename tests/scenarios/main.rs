@@ -2,7 +2,6 @@
 #![expect(
     clippy::expect_used,
     clippy::panic,
-    clippy::unwrap_used,
     reason = "a failure here is a failed test"
 )]
 
@@ -11,5 +10,8 @@ mod bad_input_is_answered;
 mod client_goes_away;
 mod host_is_lost;
 mod leaving_in_order;
+mod llama_engine;
 mod llama_executor;
 mod overload_is_refused;
+mod sim_engine;
+mod source_rules;

@@ -11,7 +11,7 @@ use crate::seal::window::ReplayWindow;
 use crate::seal::{MAX_CLOCK_SKEW, SenderId};
 
 /// Senders remembered. Every node of the largest mesh may restart once within [`FORGET_AFTER`], so
-/// twice [`MAX_NODES`]; one entry is about 700 bytes (the expanded key), so 6 MB when full.
+/// twice [`MAX_NODES`]; one entry is about 700 bytes (the expanded key), so 3 MB when full.
 const MAX_SENDERS: usize = 2 * MAX_NODES;
 
 /// Silence after which a sender may be forgotten without opening a hole for replays: a datagram

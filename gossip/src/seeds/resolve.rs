@@ -53,6 +53,7 @@ pub(crate) async fn resolve_forever(
             PAUSE_JOINED
         };
         tokio::select! {
+            () = found.closed() => return,
             () = sleep(pause) => {}
             became_alone = alone.wait_for(|alone| *alone), if pause == PAUSE_JOINED => {
                 if became_alone.is_err() {

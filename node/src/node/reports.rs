@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use shoal_gossip::{GossipHealth, LoadSummary, SeedState};
+use shoal_gossip::{Gossip, Health, SeedState};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 use crate::engine::Engine;
 use crate::knowledge::Knowledge;
@@ -25,7 +25,7 @@ const ALONE_REMINDER: Duration = Duration::from_secs(30);
 pub(super) async fn publish_load(
     engine: Arc<dyn Engine>,
     loads: Arc<LoadSource>,
-    publisher: watch::Sender<LoadSummary>,
+    gossip: Arc<Gossip>,
     every: Duration,
     stop: CancellationToken,
 ) {
@@ -39,7 +39,7 @@ pub(super) async fn publish_load(
             _ = tick.tick() => {}
             Ok(()) = changed.changed() => {}
         }
-        publisher.send_replace(loads.summary());
+        gossip.publish(loads.summary());
     }
 }
 
@@ -106,7 +106,7 @@ pub(super) async fn watch_seeds(
 
 /// Tells people how the state plane fares. What the node cannot go on with goes to `fatal`.
 pub(super) async fn watch_health(
-    mut health: watch::Receiver<GossipHealth>,
+    mut health: watch::Receiver<Health>,
     fatal: mpsc::Sender<String>,
     stop: CancellationToken,
 ) {
@@ -121,24 +121,34 @@ pub(super) async fn watch_health(
             }
         }
         let now = health.borrow_and_update().clone();
-        match now {
-            GossipHealth::Running => info!("the state plane is well again"),
-            GossipHealth::Restarting { reason } => warn!(reason, "the state plane is restarted"),
-            GossipHealth::Crowded { left_out } => {
-                warn!(
-                    left_out,
-                    "the mesh is larger than a gossip digest can hold; split it"
-                );
+        let reason = match now {
+            Health::Starting | Health::Left => continue,
+            Health::Running => {
+                info!("the state plane runs");
+                continue;
             }
-            GossipHealth::Displaced { by } => {
-                let reason = format!(
-                    "another node at {by} runs with this node's identity; give each node a data directory of its own"
-                );
-                // A full channel holds a reason to end already.
-                if fatal.try_send(reason).is_err() {
-                    return;
-                }
+            Health::Restarting { attempt, reason } => {
+                warn!(attempt, reason, "the state plane is restarted");
+                continue;
             }
+            Health::Failed { reason } => {
+                // The node still serves its own clients from its own engine.
+                error!(
+                    reason,
+                    "the state plane has failed for good: this node serves alone; restart it"
+                );
+                return;
+            }
+            Health::Crowded { known, limit } => format!(
+                "the mesh has {known} nodes, and {limit} is the most that gossip can name; make two meshes of it"
+            ),
+            Health::Displaced { by } => format!(
+                "another node at {by} runs with this node's identity; give each node a data directory of its own"
+            ),
+        };
+        // A full channel holds a reason to end already.
+        if fatal.try_send(reason).is_err() {
+            return;
         }
     }
 }

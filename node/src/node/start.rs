@@ -9,8 +9,8 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use ring::rand::{SecureRandom, SystemRandom};
 use shoal_gossip::{
-    Clock, ClusterKey, ClusterView, Gossip, GossipConfig, GossipStart, GossipThread, Incarnation,
-    KeyRing, MonotonicClock, NodeFacts, Role, Seed, SeedList, unix_time,
+    Clock, ClusterKey, ClusterView, Gossip, GossipConfig, GossipThread, Incarnation, KeyRing,
+    MonotonicClock, NodeFacts, Role, Seed, SeedList, unix_time,
 };
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
@@ -90,7 +90,8 @@ pub(super) async fn start(config: NodeConfig) -> Result<Node, StartError> {
     let planes = planes(&base, &thread, &host, views).await?;
     let stop = Stop::default();
     let background = TaskTracker::new();
-    let gossip = gossip(&base, &planes, (keys, seeds), loads.summary(), thread).await?;
+    let gossip = Arc::new(gossip(&base, &planes, (keys, seeds), &thread)?);
+    gossip.publish(loads.summary());
     background.spawn(forward_views(gossip.view(), view, stop.closed.clone()));
 
     let requests = TaskTracker::new();
@@ -122,7 +123,7 @@ pub(super) async fn start(config: NodeConfig) -> Result<Node, StartError> {
     background.spawn(reports::publish_load(
         Arc::clone(&base.engine),
         Arc::clone(&loads),
-        gossip.publisher(),
+        Arc::clone(&gossip),
         base.config.gossip.interval,
         stop.closed.clone(),
     ));
@@ -166,6 +167,7 @@ pub(super) async fn start(config: NodeConfig) -> Result<Node, StartError> {
         knowledge,
         front,
         gossip,
+        gossip_thread: thread,
         control: planes.control,
         streams: planes.streams,
         server,
@@ -221,7 +223,7 @@ async fn planes(
     views: watch::Receiver<Arc<ClusterView>>,
 ) -> Result<Planes, StartError> {
     let mesh = &base.config.mesh;
-    let bound = SharedSocket::bind(mesh.stream, thread.handle());
+    let bound = SharedSocket::bind(mesh.stream, &thread.runtime_handle());
     let socket = bound
         .map_err(|error| listening("streams and gossip", mesh.stream, &error, "--mesh-port"))?;
     let stream = socket
@@ -247,7 +249,7 @@ async fn planes(
     host.connect(Arc::clone(&control) as _);
     let streams = StreamNode::start(
         &socket,
-        thread.handle(),
+        &thread.runtime_handle(),
         base.identity.keypair(),
         views,
         Arc::clone(host) as _,
@@ -261,12 +263,11 @@ async fn planes(
     })
 }
 
-async fn gossip(
+fn gossip(
     base: &Base,
     planes: &Planes,
     (keys, seeds): (Option<KeyRing>, SeedList),
-    load: shoal_gossip::LoadSummary,
-    thread: GossipThread,
+    thread: &GossipThread,
 ) -> Result<Gossip, StartError> {
     let engine = base.engine.facts();
     let facts = NodeFacts {
@@ -291,12 +292,11 @@ async fn gossip(
     };
     Gossip::spawn(
         config,
-        GossipStart { facts, load },
+        facts,
         Arc::clone(&planes.socket.gossip) as _,
         Arc::clone(&base.clock),
-        thread,
+        &thread.runtime_handle(),
     )
-    .await
     .map_err(|error| plane("state", &error))
 }
 

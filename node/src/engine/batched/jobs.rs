@@ -153,6 +153,7 @@ impl Jobs {
     }
 
     pub(super) fn load(&mut self, now: Timestamp) -> LoadSummary {
+        self.remove_gone();
         self.batcher.expire(now);
         self.batcher.load()
     }
@@ -167,6 +168,7 @@ impl Jobs {
         now: Timestamp,
         ask: ReserveAsk,
     ) -> Result<ReservationId, ReserveRefusal> {
+        self.remove_gone();
         self.batcher.reserve(now, ask)
     }
 
@@ -184,6 +186,7 @@ impl Jobs {
             Course::Stopping | Course::Abandoned => return Err(EngineError::NotReady),
             Course::Broken(why) => return Err(EngineError::Broken(why.clone())),
         }
+        self.remove_gone();
         let Submission {
             spec,
             mut job,
@@ -283,15 +286,7 @@ impl Jobs {
     /// Removes jobs whose receiver has gone, pauses those whose channel is full, resumes those whose
     /// channel was read, and plans a step. `None` if there is nothing to compute.
     pub(super) fn next_step(&mut self, now: Timestamp) -> Option<(StepPlan, Step)> {
-        let gone: Vec<SeqKey> = self
-            .running
-            .iter()
-            .filter(|(_, job)| job.to.is_closed())
-            .map(|(key, _)| *key)
-            .collect();
-        for key in gone {
-            self.remove(key);
-        }
+        self.remove_gone();
         for (key, job) in &self.running {
             let paused = job.to.capacity() < EVENTS_PER_STEP;
             self.batcher.set_paused(*key, paused);
@@ -357,6 +352,19 @@ impl Jobs {
             }
         }
         Ok(outgoing)
+    }
+
+    /// Removes the jobs whose receiver was dropped; they hold up nobody who asks for room.
+    fn remove_gone(&mut self) {
+        let gone: Vec<SeqKey> = self
+            .running
+            .iter()
+            .filter(|(_, job)| job.to.is_closed())
+            .map(|(key, _)| *key)
+            .collect();
+        for key in gone {
+            self.remove(key);
+        }
     }
 
     fn remove(&mut self, key: SeqKey) {
