@@ -104,8 +104,11 @@ need_python() {
 patiently() {
     local what="$1" started=$SECONDS teller status=0
     shift
-    # The sleep outlives its loop when that is killed: it must not hold a pipe of ours open.
-    while sleep 30 >/dev/null 2>&1; do note "… still $what, $((SECONDS - started)) s so far"; done &
+    # Waiting on a pipe that never says anything: a `sleep` would outlive its loop and hold our output open.
+    (
+        exec {never}<> <(:)
+        until read -r -t 30 -u "$never"; do note "… still $what, $((SECONDS - started)) s so far"; done
+    ) &
     teller=$!
     CHILDREN+=("$teller")
     "$@" || status=$?

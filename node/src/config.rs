@@ -8,7 +8,7 @@
 //! ```
 //!
 //! A [`NodeConfig`] in hand means that every relation holds; whether files exist and can be read is
-//! asked by [`inspect`], since that can change at any time.
+//! asked by [`inspect()`], since that can change at any time.
 
 mod check;
 mod error;

@@ -16,5 +16,6 @@ pub mod links;
 pub mod load;
 pub mod mesh;
 pub mod metrics;
+pub mod node;
 
 pub mod openai;

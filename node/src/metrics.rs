@@ -6,8 +6,8 @@
 //! that no client can grow the number of series.
 //!
 //! Observations of histograms are kept one by one until somebody renders or calls
-//! [`Metrics::upkeep`]; the HTTP server does so every few seconds, so that a node nobody scrapes
-//! does not grow.
+//! [`Metrics::upkeep`] (24 bytes each: 12 MB in five seconds at 100,000 tokens a second); whoever owns
+//! the metrics must do so every few seconds, so that a node nobody scrapes does not grow.
 
 mod table;
 
@@ -214,13 +214,11 @@ impl Metrics {
         counter(&self.recorder, table::GOSSIP_DROPPED, &[reason]).absolute(so_far);
     }
 
-    /// Shows this node's load.
-    pub fn show_load(&self, load: &LoadSummary) {
-        self.load.show(load);
-    }
-
-    /// Shows the view: how many nodes, and how old what we know of them is.
+    /// Shows the view: this node's load, how many nodes there are, and how old what we know of them is.
     pub fn show_view(&self, view: &ClusterView, now: Timestamp) {
+        if let Some((load, _)) = view.row(view.this).and_then(|row| row.load) {
+            self.load.show(&load);
+        }
         self.view.show(view, now);
     }
 }

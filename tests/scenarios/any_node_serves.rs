@@ -22,16 +22,25 @@ async fn every_entry_gives_the_same_answer_streamed_or_whole() {
     let mut texts = BTreeSet::new();
     for entry in 0..3 {
         let body = chat("what is a shoal?");
-        let whole = client.post(cluster.http(entry), "/v1/chat/completions", &body).await;
+        let whole = client
+            .post(cluster.http(entry), "/v1/chat/completions", &body)
+            .await;
         assert_eq!(whole.status, 200, "{whole:?}");
         let answer = whole.json();
         assert_eq!(answer["usage"]["completion_tokens"], 24);
         assert_eq!(answer["choices"][0]["finish_reason"], "length");
-        texts.insert(answer["choices"][0]["message"]["content"].as_str().unwrap().to_owned());
+        texts.insert(
+            answer["choices"][0]["message"]["content"]
+                .as_str()
+                .unwrap()
+                .to_owned(),
+        );
 
         let mut body = body;
         body["stream"] = json!(true);
-        let mut events = client.stream(cluster.http(entry), "/v1/chat/completions", &body).await;
+        let mut events = client
+            .stream(cluster.http(entry), "/v1/chat/completions", &body)
+            .await;
         assert!(!events.header("x-shoal-host").is_empty());
         let (text, reason) = events.text().await;
         assert_eq!(reason.as_deref(), Some("length"));
@@ -56,7 +65,10 @@ async fn load_is_spread_over_all_hosts_whoever_is_asked() {
         async move {
             let body = chat(&format!("question {number}"));
             // All are asked of one node.
-            cluster.client().post(cluster.http(0), "/v1/chat/completions", &body).await
+            cluster
+                .client()
+                .post(cluster.http(0), "/v1/chat/completions", &body)
+                .await
         }
     }))
     .await;
@@ -91,11 +103,15 @@ async fn a_request_goes_only_where_its_model_is() {
         assert_eq!(ids, ["rare", MODEL]);
         let mut body = chat("to the only node that has it");
         body["model"] = json!("rare");
-        let answer = client.post(cluster.http(entry), "/v1/chat/completions", &body).await;
+        let answer = client
+            .post(cluster.http(entry), "/v1/chat/completions", &body)
+            .await;
         assert_eq!(answer.status, 200, "{answer:?}");
         assert_eq!(answer.header("x-shoal-host"), cluster.id(2).to_string());
         body["model"] = json!("nobody's");
-        let answer = client.post(cluster.http(entry), "/v1/chat/completions", &body).await;
+        let answer = client
+            .post(cluster.http(entry), "/v1/chat/completions", &body)
+            .await;
         assert_eq!(answer.status, 404);
         assert_eq!(answer.json()["error"]["code"], "model_not_found");
     }
@@ -112,9 +128,15 @@ async fn a_seed_gives_the_same_sample_at_every_entry_and_none_gives_another() {
                 "model": MODEL, "prompt": "once", "max_tokens": 16, "temperature": 1,
                 "ignore_eos": true, "seed": seed,
             });
-            let answer = cluster.client().post(cluster.http(entry), "/v1/completions", &body).await;
+            let answer = cluster
+                .client()
+                .post(cluster.http(entry), "/v1/completions", &body)
+                .await;
             assert_eq!(answer.status, 200, "{answer:?}");
-            answer.json()["choices"][0]["text"].as_str().unwrap().to_owned()
+            answer.json()["choices"][0]["text"]
+                .as_str()
+                .unwrap()
+                .to_owned()
         }
     };
     assert_eq!(ask(0, Some(7)).await, ask(1, Some(7)).await);
@@ -128,7 +150,9 @@ async fn a_node_whose_seeds_are_down_serves_alone_and_joins_when_one_comes_up() 
     let mut cluster = Cluster::start(1, |_, _| {}).await;
     let seed = cluster.node(0).stream_addr();
     cluster.kill(0);
-    let alone = cluster.add(|config| config.mesh.seeds = vec![seed.to_string()]).await;
+    let alone = cluster
+        .add(|config| config.mesh.seeds = vec![seed.to_string()])
+        .await;
     until("its own row", || async {
         match cluster.view(cluster.http(alone)).await {
             Ok(rows) if rows.len() == 1 => Ok(()),
@@ -137,7 +161,10 @@ async fn a_node_whose_seeds_are_down_serves_alone_and_joins_when_one_comes_up() 
     })
     .await;
     let body = chat("alone");
-    let answer = cluster.client().post(cluster.http(alone), "/v1/chat/completions", &body).await;
+    let answer = cluster
+        .client()
+        .post(cluster.http(alone), "/v1/chat/completions", &body)
+        .await;
     assert_eq!(answer.status, 200, "{answer:?}");
     let came_up = cluster.add(|config| config.mesh.stream = seed).await;
     cluster.converged(2).await;

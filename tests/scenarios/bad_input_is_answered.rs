@@ -9,9 +9,13 @@ use serde_json::{Value, json};
 use shoal_tests::cluster::{Cluster, MODEL};
 
 async fn assert_serves(cluster: &Cluster) {
-    let body = json!({"model": MODEL, "prompt": "still here?", "max_tokens": 3, "ignore_eos": true});
+    let body =
+        json!({"model": MODEL, "prompt": "still here?", "max_tokens": 3, "ignore_eos": true});
     for entry in 0..2 {
-        let answer = cluster.client().post(cluster.http(entry), "/v1/completions", &body).await;
+        let answer = cluster
+            .client()
+            .post(cluster.http(entry), "/v1/completions", &body)
+            .await;
         assert_eq!(answer.status, 200, "{answer:?}");
         assert_eq!(answer.json()["usage"]["completion_tokens"], 3);
     }
@@ -30,7 +34,11 @@ async fn wrong_requests_are_400_with_the_field_to_blame() {
         ("messages", json!([]), "messages"),
         ("messages", json!("hello"), "messages"),
         ("temperature", json!("warm"), "temperature"),
-        ("messages", json!([{"role": "user", "content": long}]), "messages"),
+        (
+            "messages",
+            json!([{"role": "user", "content": long}]),
+            "messages",
+        ),
     ];
     for (field, value, param) in cases {
         let mut body = json!({
@@ -38,8 +46,10 @@ async fn wrong_requests_are_400_with_the_field_to_blame() {
         });
         body[field] = value;
         for entry in 0..2 {
-            let answer =
-                cluster.client().post(cluster.http(entry), "/v1/chat/completions", &body).await;
+            let answer = cluster
+                .client()
+                .post(cluster.http(entry), "/v1/chat/completions", &body)
+                .await;
             assert_eq!(answer.status, 400, "{field}: {answer:?}");
             assert_eq!(answer.json()["error"]["param"], param, "{answer:?}");
         }

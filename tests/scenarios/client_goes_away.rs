@@ -4,6 +4,7 @@ use serde_json::json;
 use shoal_node::config::{EngineKind, NodeConfig};
 use shoal_tests::cluster::{Cluster, MODEL};
 use shoal_tests::wait::until;
+use tokio::task::JoinSet;
 
 /// Node 0 serves nothing of interest, so every request for the model runs at node 1.
 fn only_the_second_hosts(index: usize, config: &mut NodeConfig) {
@@ -39,25 +40,29 @@ async fn leaving_while_decoding_or_queued_frees_the_host() {
             streams.push(events);
         }
         // All slots are taken: these wait in the host's queue.
-        let waiting: Vec<_> = (0..3)
-            .map(|_| {
-                let (client, node) = (cluster.client().clone(), cluster.http(entry));
-                tokio::task::spawn(async move {
-                    client.try_post(node, "/v1/completions", &long(false)).await
-                })
-            })
-            .collect();
+        let mut waiting = JoinSet::new();
+        for _ in 0..3 {
+            let (client, node) = (cluster.client().clone(), cluster.http(entry));
+            waiting
+                .spawn(async move { client.try_post(node, "/v1/completions", &long(false)).await });
+        }
         until("four running and three queued", || async {
             let load = cluster.node(1).load();
-            if (load.running, load.queued) == (4, 3) { Ok(()) } else { Err(load) }
+            if (load.running, load.queued) == (4, 3) {
+                Ok(())
+            } else {
+                Err(load)
+            }
         })
         .await;
-        for request in &waiting {
-            request.abort();
-        }
+        waiting.abort_all();
         until("an empty queue", || async {
             let load = cluster.node(1).load();
-            if (load.running, load.queued) == (4, 0) { Ok(()) } else { Err(load) }
+            if (load.running, load.queued) == (4, 0) {
+                Ok(())
+            } else {
+                Err(load)
+            }
         })
         .await;
         drop(streams);
@@ -77,7 +82,10 @@ async fn a_client_that_does_not_read_pauses_its_own_request_and_nobody_elses() {
     // Another request runs to its end meanwhile.
     let mut quick = long(false);
     quick["max_tokens"] = json!(200);
-    let answer = cluster.client().post(cluster.http(0), "/v1/completions", &quick).await;
+    let answer = cluster
+        .client()
+        .post(cluster.http(0), "/v1/completions", &quick)
+        .await;
     assert_eq!(answer.json()["usage"]["completion_tokens"], 200);
     assert!(cluster.node(1).load().running >= 1);
     // It reads again and gets everything, in order.

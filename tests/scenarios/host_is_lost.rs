@@ -24,8 +24,10 @@ async fn streams_of_a_killed_host_go_on_elsewhere_without_a_repeated_or_missing_
     let expected = join_all((0..12).map(|number| {
         let cluster = &cluster;
         async move {
-            let mut events =
-                cluster.client().stream(cluster.http(0), "/v1/completions", &body(number)).await;
+            let mut events = cluster
+                .client()
+                .stream(cluster.http(0), "/v1/completions", &body(number))
+                .await;
             events.text().await.0
         }
     }))
@@ -52,7 +54,10 @@ async fn streams_of_a_killed_host_go_on_elsewhere_without_a_repeated_or_missing_
     quick["max_tokens"] = json!(4);
     quick["stream"] = json!(false);
     for entry in 0..2 {
-        let answer = cluster.client().post(cluster.http(entry), "/v1/completions", &quick).await;
+        let answer = cluster
+            .client()
+            .post(cluster.http(entry), "/v1/completions", &quick)
+            .await;
         assert_eq!(answer.status, 200, "{answer:?}");
     }
     for (number, first, mut events) in streams {

@@ -3,6 +3,7 @@
 use serde_json::json;
 use shoal_node::config::EngineKind;
 use shoal_tests::cluster::{Cluster, MODEL};
+use tokio::task::JoinSet;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn streams_finish_and_the_view_forgets_the_node() {
@@ -18,19 +19,20 @@ async fn streams_finish_and_the_view_forgets_the_node() {
     });
     let mut streams = Vec::new();
     for _ in 0..6 {
-        let mut events =
-            cluster.client().stream(cluster.http(0), "/v1/completions", &body).await;
+        let mut events = cluster
+            .client()
+            .stream(cluster.http(0), "/v1/completions", &body)
+            .await;
         assert!(events.next().await.is_some());
         streams.push(events);
     }
-    let readers: Vec<_> = streams
-        .into_iter()
-        .map(|mut events| tokio::task::spawn(async move { events.text().await }))
-        .collect();
+    let mut readers = JoinSet::new();
+    for mut events in streams {
+        readers.spawn(async move { events.text().await });
+    }
     // Some of the streams run at node 1, all of them have node 0 as home.
     cluster.stop(1).await;
-    for reader in readers {
-        let (text, reason) = reader.await.expect("a reader");
+    for (text, reason) in readers.join_all().await {
         assert!(!text.is_empty());
         assert_eq!(reason.as_deref(), Some("length"));
     }

@@ -2,7 +2,6 @@
 #![expect(
     clippy::expect_used,
     clippy::panic,
-    clippy::unwrap_used,
     reason = "a failure here is a failed test"
 )]
 
@@ -15,3 +14,4 @@ mod llama_engine;
 mod llama_executor;
 mod overload_is_refused;
 mod sim_engine;
+mod source_rules;

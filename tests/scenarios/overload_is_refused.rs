@@ -21,7 +21,10 @@ async fn beyond_the_queues_of_all_nodes_is_429_with_retry_after() {
     let answers = join_all((0..24).map(|number| {
         let (cluster, body) = (&cluster, &body);
         async move {
-            cluster.client().post(cluster.http(number % 2), "/v1/completions", body).await
+            cluster
+                .client()
+                .post(cluster.http(number % 2), "/v1/completions", body)
+                .await
         }
     }))
     .await;
@@ -31,7 +34,10 @@ async fn beyond_the_queues_of_all_nodes_is_429_with_retry_after() {
             200 => assert_eq!(answer.json()["usage"]["completion_tokens"], 300),
             429 => {
                 refused += 1;
-                assert!(answer.header("retry-after").parse::<u64>().is_ok(), "{answer:?}");
+                assert!(
+                    answer.header("retry-after").parse::<u64>().is_ok(),
+                    "{answer:?}"
+                );
                 assert!(answer.json()["error"]["message"].is_string());
             }
             other => panic!("unexpected status {other}: {answer:?}"),

@@ -129,7 +129,8 @@ impl Cluster {
             .map(|node| node.stream_addr().to_string())
             .collect();
         adapt(&mut config);
-        self.nodes.push(Some(Node::start(config).await.expect("the node starts")));
+        self.nodes
+            .push(Some(Node::start(config).await.expect("the node starts")));
         index
     }
 
@@ -160,7 +161,7 @@ impl Cluster {
                 let view = self.view(node.http_addr()).await?;
                 let ready = view
                     .iter()
-                    .filter(|row| row["load"]["readiness"] == "ready" || row["readiness"] == "ready")
+                    .filter(|row| row["load"]["readiness"] == "Ready")
                     .count();
                 if ready == count && view.len() == count {
                     Ok(())
@@ -175,7 +176,10 @@ impl Cluster {
     /// The rows of a node's view as its clients get them.
     pub async fn view(&self, node: SocketAddr) -> Result<Vec<Value>, String> {
         let answer = self.client.try_get(node, "/mesh/nodes").await?;
-        Ok(answer.json()["nodes"].as_array().cloned().unwrap_or_default())
+        Ok(answer.json()["nodes"]
+            .as_array()
+            .cloned()
+            .unwrap_or_default())
     }
 
     /// Waits until no running node holds or promises any KV block.

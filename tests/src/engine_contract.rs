@@ -244,6 +244,10 @@ fn made<M: Fn(Shape) -> Arc<dyn Engine>>(make: M, shape: Shape) -> Arc<dyn Engin
     let engine = make(shape);
     let load = engine.load();
     assert_eq!(load.total, engine.facts().total);
-    assert_eq!((load.incarnation.0, load.seq), (0, 0), "the node fills these in");
+    assert_eq!(
+        (load.incarnation.0, load.seq),
+        (0, 0),
+        "the node fills these in"
+    );
     engine
 }

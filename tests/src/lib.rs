@@ -8,5 +8,6 @@
 pub mod client;
 pub mod cluster;
 pub mod engine_contract;
+pub mod source_rules;
 pub mod tiny_gguf;
 pub mod wait;

@@ -136,29 +136,50 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
         }
     }
 
+    /// Length of the next message, read without the message; `None` when the stream ended before it.
+    /// Safe to drop.
+    ///
+    /// # Errors
+    /// See [`CodecError`].
+    pub async fn length(&mut self) -> Result<Option<usize>, CodecError> {
+        loop {
+            if let Some(length) = self.announced()? {
+                return Ok(Some(length));
+            }
+            if !self.fill(FIRST_READ).await? {
+                return Ok(None);
+            }
+        }
+    }
+
     /// The next message; `None` when the stream ended between two. Safe to drop: what was read stays.
     ///
     /// # Errors
     /// See [`CodecError`]. After an error the stream is out of step and must be given up.
     pub async fn next<T: DeserializeOwned>(&mut self) -> Result<Option<T>, CodecError> {
-        loop {
-            let wanted = match self.announced()? {
-                Some(length) if self.buffer.len() >= LENGTH_BYTES + length => {
-                    self.buffer.advance(LENGTH_BYTES);
-                    return decode(&self.buffer.split_to(length)).map(Some);
-                }
-                Some(length) => LENGTH_BYTES + length - self.buffer.len(),
-                None => FIRST_READ,
-            };
-            // `reserve` doubles at most, so memory stays within twice what arrived plus one step.
-            self.buffer.reserve(wanted.min(READ_STEP));
-            if self.stream.read_buf(&mut self.buffer).await? == 0 {
-                return if self.buffer.is_empty() {
-                    Ok(None)
-                } else {
-                    Err(CodecError::Truncated)
-                };
+        let Some(length) = self.length().await? else {
+            return Ok(None);
+        };
+        while self.buffer.len() < LENGTH_BYTES + length {
+            let missing = LENGTH_BYTES + length - self.buffer.len();
+            if !self.fill(missing).await? {
+                return Err(CodecError::Truncated);
             }
+        }
+        self.buffer.advance(LENGTH_BYTES);
+        decode(&self.buffer.split_to(length)).map(Some)
+    }
+
+    /// Reads some bytes; `false` at a clean end of the stream.
+    async fn fill(&mut self, wanted: usize) -> Result<bool, CodecError> {
+        // `reserve` doubles at most, so memory stays within twice what arrived plus one step.
+        self.buffer.reserve(wanted.min(READ_STEP));
+        if self.stream.read_buf(&mut self.buffer).await? > 0 {
+            Ok(true)
+        } else if self.buffer.is_empty() {
+            Ok(false)
+        } else {
+            Err(CodecError::Truncated)
         }
     }
 
@@ -173,11 +194,6 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
         let length = usize::try_from(u32::from_be_bytes(*prefix)).unwrap_or(usize::MAX);
         within(length, self.max)?;
         Ok(Some(length))
-    }
-
-    /// The stream, for stopping it. What was read ahead is lost.
-    pub fn into_inner(self) -> R {
-        self.stream
     }
 }
 

@@ -14,11 +14,13 @@ mod behaviour;
 mod counters;
 mod swarm;
 
+use std::ffi::OsStr;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use libp2p::PeerId;
 use libp2p::identity::Keypair;
 use shoal_gossip::{ClusterView, NodeId};
 use tokio::sync::{Mutex, mpsc, oneshot, watch};
@@ -31,7 +33,7 @@ pub use counters::ControlStats;
 
 use crate::mesh::codec::control::Received;
 use crate::mesh::members::Members;
-use crate::mesh::messages::{Ask, Envelope, PROTOCOL};
+use crate::mesh::messages::{Answer, Ask, Envelope, PROTOCOL};
 use crate::mesh::{Answered, ControlError, ControlHandler, ControlPlane};
 
 /// Questions that may wait for the swarm. A question is handed on in microseconds, so a full queue
@@ -61,6 +63,19 @@ pub enum ControlStartError {
     Setup(String),
 }
 
+/// The variable that libp2p's TLS obeys and offers no setting against.
+const KEY_LOG: &str = "SSLKEYLOGFILE";
+
+/// Refuses to start where session secrets would be written out.
+fn refuse_key_log(variable: Option<&OsStr>) -> Result<(), ControlStartError> {
+    match variable {
+        Some(_) => Err(ControlStartError::Setup(format!(
+            "{KEY_LOG} is set, which would write the mesh's session secrets to a file; unset it"
+        ))),
+        None => Ok(()),
+    }
+}
+
 /// A running control plane.
 #[derive(Debug)]
 pub struct ControlNode {
@@ -77,10 +92,32 @@ pub struct ControlNode {
 /// A question on its way out.
 #[derive(Debug)]
 struct Command {
-    to: libp2p::PeerId,
+    node: NodeId,
+    to: PeerId,
     at: SocketAddr,
     ask: Envelope<Ask>,
-    reply: oneshot::Sender<Result<Received<crate::mesh::messages::Answer>, String>>,
+    reply: Reply,
+}
+
+/// Where the driver puts the answer.
+type Reply = oneshot::Sender<Result<Received<Answer>, Failure>>;
+
+/// Why there is none; a [`ControlError`] that does not know its node yet.
+#[derive(Debug)]
+enum Failure {
+    Unreachable(String),
+    Silent,
+    Malformed(String),
+}
+
+impl Failure {
+    fn of(self, node: NodeId) -> ControlError {
+        match self {
+            Self::Unreachable(reason) => ControlError::Unreachable { node, reason },
+            Self::Silent => ControlError::Silent(node),
+            Self::Malformed(reason) => ControlError::Malformed { node, reason },
+        }
+    }
 }
 
 impl ControlNode {
@@ -94,6 +131,7 @@ impl ControlNode {
         view: watch::Receiver<Arc<ClusterView>>,
         handler: Arc<dyn ControlHandler>,
     ) -> Result<Arc<Self>, ControlStartError> {
+        refuse_key_log(std::env::var_os(KEY_LOG).as_deref())?;
         let counters = Arc::new(ControlCounters::default());
         let members = Members::new(view);
         let stop = CancellationToken::new();
@@ -162,6 +200,7 @@ impl ControlNode {
         let member = self.members.find(to).ok_or(ControlError::UnknownNode(to))?;
         let (reply, answer) = oneshot::channel();
         let command = Command {
+            node: to,
             to: member.peer,
             at: member.facts.control,
             ask: Envelope {
@@ -171,8 +210,8 @@ impl ControlNode {
             },
             reply,
         };
-        let unreachable = |reason: String| ControlError::Unreachable { node: to, reason };
-        let stopped = || unreachable("this node's control plane has stopped".into());
+        let stopped =
+            || Failure::Unreachable("this node's control plane has stopped".into()).of(to);
         self.commands.send(command).await.map_err(|_| stopped())?;
         match answer.await.map_err(|_| stopped())? {
             Ok(Received::Ours(envelope)) => {
@@ -182,11 +221,11 @@ impl ControlNode {
                     load: envelope.load,
                 })
             }
-            Ok(Received::OtherProtocol(version)) => Err(ControlError::Malformed {
-                node: to,
-                reason: format!("its protocol is {version}, ours {PROTOCOL}"),
-            }),
-            Err(reason) => Err(unreachable(reason)),
+            Ok(Received::OtherProtocol(version)) => Err(Failure::Malformed(format!(
+                "its protocol is {version}, ours {PROTOCOL}"
+            ))
+            .of(to)),
+            Err(failure) => Err(failure.of(to)),
         }
     }
 }

@@ -49,13 +49,23 @@ impl Members {
         (self.find(node)?.peer == *peer).then_some(node)
     }
 
-    /// Every node of the list, by name.
-    pub(crate) fn all(&self) -> Vec<Member> {
+    /// What every node says of itself, by name. Not yet checked: see [`Member::of`].
+    pub(crate) fn records(&self) -> Vec<Arc<NodeFacts>> {
         let view = Arc::clone(&self.view.borrow());
         view.rows()
             .iter()
-            .filter_map(|row| Member::of(&row.facts))
+            .map(|row| Arc::clone(&row.facts))
             .collect()
+    }
+
+    /// Waits until a view no longer fulfils `stays`. Waits for ever once the state plane has ended: the
+    /// last view stands.
+    pub(crate) async fn until_not(mut self, stays: impl Fn(&Self) -> bool + Send) {
+        while stays(&self) {
+            if !self.changed().await {
+                std::future::pending::<()>().await;
+            }
+        }
     }
 
     /// Waits for a newer view. `false` when none will come: the state plane has ended, and the last

@@ -1,5 +1,9 @@
 //! Both planes inside one process, for tests and the simulator: same traits, no sockets, and links
-//! that can be cut.
+//! that can be cut and slowed.
+//!
+//! They keep the contract of the real planes: loads are heard both ways, a stream that ends without a
+//! last frame is broken, dropping the receiver closes the host's sender. What they leave out: bytes (messages
+//! are handed over as they are), admission, and the seconds until a real cut is noticed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -8,11 +12,11 @@ use std::time::Duration;
 use async_trait::async_trait;
 use shoal_gossip::NodeId;
 use tokio::sync::mpsc;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 
-use crate::mesh::messages::{Ask, Frame, Submit};
+use crate::mesh::messages::{Ask, Frame, FrameBody, Submit};
 use crate::mesh::{
     Answered, ControlError, ControlHandler, ControlPlane, FrameReceiver, StreamError,
     StreamHandler, StreamPlane,
@@ -35,6 +39,7 @@ type Handlers = (Weak<dyn ControlHandler>, Weak<dyn StreamHandler>);
 struct State {
     nodes: BTreeMap<NodeId, Handlers>,
     cut: BTreeSet<(NodeId, NodeId)>,
+    delays: BTreeMap<(NodeId, NodeId), Duration>,
     streams: Vec<(NodeId, NodeId, CancellationToken)>,
 }
 
@@ -72,6 +77,27 @@ impl MemoryNet {
         self.lock().cut.remove(&(from, to));
     }
 
+    /// Makes questions, answers and submissions from `from` to `to` take `delay` on their way. Frames are
+    /// not slowed.
+    pub fn delay(&self, from: NodeId, to: NodeId, delay: Duration) {
+        self.lock().delays.insert((from, to), delay);
+    }
+
+    async fn travel(&self, from: NodeId, to: NodeId) {
+        let delay = self.lock().delays.get(&(from, to)).copied();
+        if let Some(delay) = delay {
+            sleep(delay).await;
+        }
+    }
+
+    fn control(&self, node: NodeId) -> Option<Arc<dyn ControlHandler>> {
+        self.lock().nodes.get(&node)?.0.upgrade()
+    }
+
+    fn streams(&self, node: NodeId) -> Option<Arc<dyn StreamHandler>> {
+        self.lock().nodes.get(&node)?.1.upgrade()
+    }
+
     fn is_cut(&self, from: NodeId, to: NodeId) -> bool {
         self.lock().cut.contains(&(from, to))
     }
@@ -96,24 +122,32 @@ impl ControlPlane for MemoryPlanes {
         ask: Ask,
         deadline: Duration,
     ) -> Result<Answered, ControlError> {
-        let handler = self
-            .net
-            .lock()
-            .nodes
-            .get(&to)
-            .map(|(control, _)| control.upgrade());
-        let handler = handler.flatten().ok_or(ControlError::UnknownNode(to))?;
-        if self.net.is_cut(self.this, to) {
+        let (this, net) = (self.this, &self.net);
+        let handler = net.control(to).ok_or(ControlError::UnknownNode(to))?;
+        if net.is_cut(this, to) {
             return Err(ControlError::Unreachable {
                 node: to,
                 reason: "the link is cut".into(),
             });
         }
-        let answered = timeout(deadline, handler.answer(self.this, ask))
-            .await
-            .map_err(|_| ControlError::Silent(to))?;
-        if self.net.is_cut(to, self.this) {
+        let own = net.control(this);
+        let exchange = async {
+            let load = own.as_ref().map(|own| own.load());
+            net.travel(this, to).await;
+            if let Some(load) = load {
+                handler.heard(this, load);
+            }
+            let answered = handler.answer(this, ask).await;
+            net.travel(to, this).await;
+            answered
+        };
+        let answered = timeout(deadline, exchange).await;
+        let answered = answered.map_err(|_| ControlError::Silent(to))?;
+        if net.is_cut(to, this) {
             return Err(ControlError::Silent(to));
+        }
+        if let Some(own) = own {
+            own.heard(to, answered.load);
         }
         Ok(answered)
     }
@@ -122,13 +156,8 @@ impl ControlPlane for MemoryPlanes {
 #[async_trait]
 impl StreamPlane for MemoryPlanes {
     async fn open(&self, to: NodeId, submit: Submit) -> Result<FrameReceiver, StreamError> {
-        let handler = self
-            .net
-            .lock()
-            .nodes
-            .get(&to)
-            .map(|(_, streams)| streams.upgrade());
-        let handler = handler.flatten().ok_or(StreamError::UnknownNode(to))?;
+        let handler = self.net.streams(to).ok_or(StreamError::UnknownNode(to))?;
+        self.net.travel(self.this, to).await;
         if self.net.is_cut(self.this, to) || self.net.is_cut(to, self.this) {
             return Err(StreamError::Unreachable {
                 node: to,
@@ -152,30 +181,36 @@ impl StreamPlane for MemoryPlanes {
     }
 }
 
-/// Carries frames until the end, the cut, or the receiver's drop.
+/// Carries frames until the last, the cut, or the receiver's drop.
 async fn carry(
     host: NodeId,
     mut outbox: mpsc::Receiver<Frame>,
     inbox: mpsc::Sender<Result<Frame, StreamError>>,
     link: CancellationToken,
 ) {
+    let broken = |reason: &str| StreamError::Broken {
+        node: host,
+        reason: reason.to_owned(),
+    };
     loop {
         let frame = tokio::select! {
             biased;
-            () = link.cancelled() => {
-                let broken = StreamError::Broken {
-                    node: host,
-                    reason: "the link is cut".into(),
-                };
-                // When it was the receiver that went, nobody is left to tell.
-                drop(inbox.send(Err(broken)).await);
-                return;
-            }
-            frame = outbox.recv() => frame,
+            () = link.cancelled() => Err(broken("the link is cut")),
+            frame = outbox.recv() => frame.ok_or_else(|| broken("it ended before the request did")),
         };
-        let Some(frame) = frame else { return };
-        if inbox.send(Ok(frame)).await.is_err() {
+        let last = match &frame {
+            Err(_) => true,
+            Ok(frame) => match frame.body {
+                FrameBody::Finished(_) | FrameBody::Failed(_) => true,
+                FrameBody::Started { .. } | FrameBody::Tokens(_) => false,
+            },
+        };
+        // When it was the receiver that went, nobody is left to tell.
+        if inbox.send(frame).await.is_err() || last {
             return;
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

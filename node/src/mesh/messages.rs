@@ -18,8 +18,10 @@ pub const MAX_CONTROL_BYTES: usize = 4 * 1024;
 /// generated ids of the longest context (4 bytes at most each for 2 M tokens).
 pub const MAX_SUBMIT_BYTES: usize = 24 * 1024 * 1024;
 
-/// Longest frame in bytes: one step's tokens of one request, with 20 alternatives of 64 bytes each.
-pub const MAX_FRAME_BYTES: usize = 256 * 1024;
+/// Longest frame in bytes. Most take under 100; the first may carry the prompt ids of the longest context
+/// (4 bytes at most each for 2 M tokens) and the other parts of a [`Prepared`]. A reader takes memory
+/// for what arrives, not for what is announced.
+pub const MAX_FRAME_BYTES: usize = 9 * 1024 * 1024;
 
 /// Nodes an offer may name as tried and failed.
 pub const MAX_EXCLUDED: usize = 16;

@@ -267,3 +267,6 @@ impl DatagramIo for GossipSocket {
             .ok_or_else(|| io::Error::new(io::ErrorKind::BrokenPipe, "the stream plane has ended"))
     }
 }
+
+#[cfg(test)]
+mod tests;

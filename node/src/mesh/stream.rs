@@ -12,7 +12,7 @@
 //! nothing else.
 //!
 //! - A client that TLS refuses believes itself connected for a round trip (TLS 1.3). So the host greets
-//!   an admitted peer with one byte, and a dialler trusts nothing before it.
+//!   an admitted peer with its protocol version, and a dialler trusts nothing before it.
 //! - A node that leaves the view loses its connections, both ways, at once: the state plane alone says
 //!   who is dead.
 //! - The endpoint is driven on the gossip thread, whose socket it shares; connections run where they
@@ -24,6 +24,7 @@ mod transport;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use libp2p::identity::Keypair;
@@ -31,11 +32,13 @@ use quinn::{Endpoint, TokioRuntime, VarInt};
 use shoal_gossip::{ClusterView, NodeId};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use tracing::debug;
 
 use crate::mesh::members::Members;
-use crate::mesh::messages::Submit;
+use crate::mesh::messages::{PROTOCOL, Submit};
 use crate::mesh::socket::{SharedSocket, endpoint_config};
 use crate::mesh::tls::{Admit, PeerTls, STREAM_ALPN, TlsError};
 use crate::mesh::{FrameReceiver, StreamError, StreamHandler, StreamPlane};
@@ -44,14 +47,23 @@ use crate::mesh::{FrameReceiver, StreamError, StreamHandler, StreamPlane};
 /// worth of tokens, few enough that a stalled client costs little.
 const FRAMES: usize = 4;
 
-/// Sent by the host once it has admitted a peer.
-const GREETING: [u8; 1] = [1];
+/// Sent by the host once it has admitted a peer: its version of the messages.
+const GREETING: [u8; 2] = PROTOCOL.to_be_bytes();
+
+/// How long a submission may take on its way: the largest at 1 MB/s.
+const SUBMIT_PATIENCE: Duration = Duration::from_secs(30);
+
+/// How long a shutdown waits for tasks and for peers to take note.
+const CLOSE_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Close code: the node is shutting down.
 const CODE_CLOSING: VarInt = VarInt::from_u32(0);
 
 /// Close code: no current record names the peer.
 const CODE_NOT_A_MEMBER: VarInt = VarInt::from_u32(1);
+
+/// Close code: nobody has used the connection for a while.
+const CODE_UNUSED: VarInt = VarInt::from_u32(2);
 
 /// Why a stream plane did not start. Nothing is left running.
 #[derive(Debug, thiserror::Error)]
@@ -68,8 +80,7 @@ pub enum StreamStartError {
 #[derive(Debug)]
 pub struct StreamNode {
     endpoint: Endpoint,
-    pool: dial::Pool,
-    members: Members,
+    pool: Arc<dial::Pool>,
     stop: CancellationToken,
     tasks: TaskTracker,
 }
@@ -114,9 +125,14 @@ impl StreamNode {
         };
         tasks.spawn(acceptor.run());
         Ok(Arc::new(Self {
-            pool: dial::Pool::new(endpoint.clone(), tls, tasks.clone(), stop.clone()),
+            pool: dial::Pool::new(dial::Dialler {
+                endpoint: endpoint.clone(),
+                tls,
+                members,
+                tasks: tasks.clone(),
+                stop: stop.clone(),
+            }),
             endpoint,
-            members,
             stop,
             tasks,
         }))
@@ -135,12 +151,18 @@ impl StreamNode {
         self.tasks.len()
     }
 
-    /// Closes all connections and waits for their tasks. The shared socket is no longer read after this.
+    /// Closes all connections and waits for their tasks, five seconds at most: a handler that goes on
+    /// after its frames are closed is left behind. The shared socket is no longer read after this.
     pub async fn shutdown(&self) {
         self.abort();
         self.tasks.close();
-        self.tasks.wait().await;
-        self.endpoint.wait_idle().await;
+        let closed = timeout(CLOSE_PATIENCE, async {
+            self.tasks.wait().await;
+            self.endpoint.wait_idle().await;
+        });
+        if closed.await.is_err() {
+            debug!(tasks = self.tasks.len(), "the stream plane closes late");
+        }
     }
 
     /// Closes all connections and waits for nothing.
@@ -153,34 +175,7 @@ impl StreamNode {
 #[async_trait]
 impl StreamPlane for StreamNode {
     async fn open(&self, to: NodeId, submit: Submit) -> Result<FrameReceiver, StreamError> {
-        let member = self.members.find(to).ok_or(StreamError::UnknownNode(to))?;
-        self.pool.open(&self.members, member, submit).await
-    }
-}
-
-/// Closes a connection when its peer leaves the view, or with the plane.
-async fn guard(
-    connection: quinn::Connection,
-    node: NodeId,
-    mut members: Members,
-    stop: CancellationToken,
-) {
-    loop {
-        tokio::select! {
-            biased;
-            () = stop.cancelled() => return connection.close(CODE_CLOSING, b"closing"),
-            _ = connection.closed() => return,
-            lives = members.changed() => {
-                if members.find(node).is_none() {
-                    return connection.close(CODE_NOT_A_MEMBER, b"not in the mesh");
-                }
-                if !lives {
-                    // The last view stands; only the connection itself can end now.
-                    connection.closed().await;
-                    return;
-                }
-            }
-        }
+        self.pool.open(to, submit).await
     }
 }
 

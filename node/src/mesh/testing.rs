@@ -10,7 +10,7 @@ use shoal_gossip::{
 };
 use tokio::sync::{mpsc, watch};
 
-use crate::engine::work::RequestKind;
+use crate::engine::work::{Prepared, Priority, RequestKind, SamplingParams};
 use crate::engine::{Finish, FinishReason, TokenBatch};
 use crate::identity::Identity;
 use crate::mesh::messages::{Answer, Ask, Frame, FrameBody, PROTOCOL, Submit};
@@ -111,6 +111,8 @@ pub(crate) struct Counter {
     pub(crate) breaks_off: bool,
     /// Sends nothing, and waits for its home to go.
     pub(crate) waits: bool,
+    /// Starts with a frame that carries so many prompt ids, if any.
+    pub(crate) prompt: u32,
 }
 
 #[async_trait]
@@ -122,6 +124,13 @@ impl StreamHandler for Counter {
             body,
         };
         let mut index = 0;
+        if self.prompt > 0 {
+            let started = FrameBody::Started {
+                prepared: Some(prepared(self.prompt)),
+                prompt_tokens: self.prompt,
+            };
+            drop(frames.send(frame(started)).await);
+        }
         if self.waits {
             frames.closed().await;
         }
@@ -147,6 +156,17 @@ impl StreamHandler for Counter {
             drop(frames.send(frame(FrameBody::Finished(finish))).await);
         }
         self.ended.send_modify(|ended| *ended += 1);
+    }
+}
+
+/// A prompt of so many of the widest ids that vocabularies have.
+pub(crate) fn prepared(prompt: u32) -> Prepared {
+    Prepared {
+        model: "model".into(),
+        prompt: vec![(1 << 21) - 1; prompt as usize].into(),
+        params: SamplingParams::default(),
+        seeded: false,
+        priority: Priority(0),
     }
 }
 

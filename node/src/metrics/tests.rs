@@ -128,7 +128,8 @@ fn two_nodes_in_one_process_do_not_mix() {
 #[test]
 fn load_and_view_are_shown() {
     let metrics = Metrics::new(NodeId(1), "1");
-    metrics.show_load(&LoadSummary {
+    let mut own = row(1, None);
+    let load = LoadSummary {
         readiness: Readiness::Ready,
         total: Blocks(100),
         used: Blocks(30),
@@ -136,9 +137,10 @@ fn load_and_view_are_shown() {
         queued: 4,
         step_time_us: 12_500,
         ..LoadSummary::default()
-    });
+    };
+    own.load = Some((load, Timestamp::since_start(Duration::from_secs(9))));
     let rows = vec![
-        row(1, Some((Readiness::Ready, 9))),
+        own,
         row(2, Some((Readiness::Draining, 4))),
         row(3, Some((Readiness::Ready, 8))),
         row(4, None),

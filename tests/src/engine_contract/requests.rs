@@ -99,7 +99,10 @@ pub async fn a_bad_body_is_refused_with_the_field_to_blame<M: Fn(Shape) -> Arc<d
         panic!("{answer:?} for a long chat");
     };
     assert_eq!(param.as_deref(), Some("messages"));
-    assert!(message.contains(&context.to_string()), "{message} names no bound");
+    assert!(
+        message.contains(&context.to_string()),
+        "{message} names no bound"
+    );
 
     for junk in [&b""[..], b"{", b"[]", b"\xff\xfe", b"{\"model\": 5}"] {
         let answer = engine

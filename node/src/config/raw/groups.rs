@@ -182,7 +182,7 @@ pub struct RawMesh {
 
     /// Nodes to join, as host:mesh-port; a name with several addresses stands for all of them; repeatable [default: none].
     ///
-    /// Unit: comma list of host[:port], port 7400 if left out. Cost: names are looked up again every few seconds.
+    /// Unit: comma list of host:port, port 7400 if left out. Cost: names are looked up again every few seconds.
     #[arg(
         long,
         env = "SHOAL_SEEDS",

@@ -4,6 +4,7 @@
 //! error and not a crash. So the header and the table of tensors are walked here, every length is
 //! checked against the file, and the few facts we need on the way are kept.
 
+use std::collections::HashSet;
 use std::fs::File;
 use std::io::{self, BufReader, Read};
 use std::path::Path;
@@ -85,26 +86,7 @@ fn walk(mut input: Input) -> Result<Gguf, GgufError> {
             "{tensors} tensors and {entries} metadata entries"
         )));
     }
-    let mut gguf = Gguf {
-        causal: true,
-        ..Gguf::default()
-    };
-    let mut alignment = DEFAULT_ALIGNMENT;
-    for _ in 0..entries {
-        let key = input.name()?;
-        match (key.as_str(), input.value()?) {
-            ("general.alignment", Value::Number(value)) => alignment = value,
-            ("general.architecture", Value::Text(text)) => gguf.architecture = text,
-            ("tokenizer.ggml.model", Value::Text(text)) => gguf.tokenizer = Some(text),
-            ("tokenizer.chat_template", Value::Text(text)) => gguf.chat_template = Some(text),
-            ("split.count", Value::Number(value)) => gguf.parts = value,
-            (key, Value::Number(0)) if key.ends_with(".attention.causal") => gguf.causal = false,
-            _ => {}
-        }
-    }
-    if !alignment.is_power_of_two() || alignment > 1 << 20 {
-        return Err(GgufError::Damaged(format!("alignment {alignment}")));
-    }
+    let (gguf, alignment) = metadata(&mut input, entries)?;
     let mut data = 0;
     for _ in 0..tensors {
         data = data.max(input.tensor_end(alignment)?);
@@ -122,12 +104,50 @@ fn walk(mut input: Input) -> Result<Gguf, GgufError> {
     Ok(gguf)
 }
 
+/// Reads the metadata; gives the facts kept and the alignment of the tensors.
+fn metadata(input: &mut Input, entries: u64) -> Result<(Gguf, u64), GgufError> {
+    let mut gguf = Gguf {
+        causal: true,
+        ..Gguf::default()
+    };
+    let mut alignment = DEFAULT_ALIGNMENT;
+    for _ in 0..entries {
+        let key = input.name()?;
+        let value = if key == "tokenizer.ggml.tokens" {
+            input.distinct_texts()?;
+            Value::Other
+        } else {
+            input.value()?
+        };
+        match (key.as_str(), value) {
+            ("general.alignment", Value::Number(value)) => alignment = value,
+            ("general.architecture", Value::Text(text)) => gguf.architecture = text,
+            ("tokenizer.ggml.model", Value::Text(text)) => gguf.tokenizer = Some(text),
+            ("tokenizer.chat_template", Value::Text(text)) => gguf.chat_template = Some(text),
+            ("split.count", Value::Number(value)) => gguf.parts = value,
+            (key, Value::Number(0)) if key.ends_with(".attention.causal") => gguf.causal = false,
+            // llama.cpp ends the process over these.
+            (key, Value::Float(value))
+                if key.ends_with("_epsilon") && (value.is_nan() || value < 0.0) =>
+            {
+                return Err(GgufError::Damaged(format!("{key} is {value}")));
+            }
+            _ => {}
+        }
+    }
+    if !alignment.is_power_of_two() || alignment > 1 << 20 {
+        return Err(GgufError::Damaged(format!("alignment {alignment}")));
+    }
+    Ok((gguf, alignment))
+}
+
 /// A metadata value as far as we look at it.
 enum Value {
     /// An integer or a truth value; negative ones wrap and match nothing.
     Number(u64),
+    Float(f32),
     Text(String),
-    /// Floats, arrays and long texts: walked over.
+    /// Arrays, long texts and numbers we have no use for: walked over.
     Other,
 }
 
@@ -175,10 +195,15 @@ impl Input {
         Ok(())
     }
 
-    fn text(&mut self, length: u64) -> Result<String, GgufError> {
+    fn bytes(&mut self, length: u64) -> Result<Vec<u8>, GgufError> {
         self.advance(length)?;
         let mut bytes = Vec::new();
         self.reader.by_ref().take(length).read_to_end(&mut bytes)?;
+        Ok(bytes)
+    }
+
+    fn text(&mut self, length: u64) -> Result<String, GgufError> {
+        let bytes = self.bytes(length)?;
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
@@ -196,6 +221,7 @@ impl Input {
             0 | 1 | 7 => Ok(Value::Number(u64::from(self.array::<1>()?[0]))),
             2 | 3 => Ok(Value::Number(u64::from(u16::from_le_bytes(self.array()?)))),
             4 | 5 => Ok(Value::Number(u64::from(self.u32()?))),
+            6 => Ok(Value::Float(f32::from_le_bytes(self.array()?))),
             10 | 11 => Ok(Value::Number(self.u64()?)),
             8 => {
                 let length = self.u64()?;
@@ -226,6 +252,26 @@ impl Input {
         for _ in 0..count {
             let length = self.u64()?;
             self.skip(length)?;
+        }
+        Ok(())
+    }
+
+    /// Walks over an array of texts. llama.cpp ends the process when a vocabulary names two tokens
+    /// alike; empty ones it renames.
+    fn distinct_texts(&mut self) -> Result<(), GgufError> {
+        let (array, kind) = (self.u32()?, self.u32()?);
+        let count = self.u64()?;
+        if (array, kind) != (9, 8) {
+            return Err(GgufError::Damaged("tokens that are no texts".to_owned()));
+        }
+        let mut seen = HashSet::new();
+        for _ in 0..count {
+            let length = self.u64()?;
+            let text = self.bytes(length)?;
+            if let Some(text) = seen.replace(text).filter(|text| !text.is_empty()) {
+                let text = String::from_utf8_lossy(&text).into_owned();
+                return Err(GgufError::Damaged(format!("token {text:?} appears twice")));
+            }
         }
         Ok(())
     }

@@ -15,11 +15,11 @@ use crate::mesh::codec::control::{CONTROL_PROTOCOL, ControlCodec};
 use crate::mesh::control::{ControlConfig, ControlCounters, ControlStartError};
 
 /// Longest an exchange may take, whatever its asker's deadline: the longest `--offer-timeout-ms`.
-const EXCHANGE_TIMEOUT: Duration = Duration::from_secs(60);
+pub(super) const EXCHANGE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Exchanges on one connection at once. A home offers one request at a time to a host per client, and
 /// `--max-requests` clients may do so at once; beyond this they wait for each other.
-const STREAMS_PER_CONNECTION: usize = 512;
+pub(super) const STREAMS_PER_CONNECTION: usize = 512;
 
 /// Connections that may be in their handshake from outside. A flood of them is refused early, before
 /// it costs a signature each.
@@ -82,9 +82,12 @@ pub(super) fn swarm(
             [(CONTROL_PROTOCOL, ProtocolSupport::Full)],
             exchange,
         ),
-        // Addresses are gossip's business; here they would only tell strangers about the network.
+        // Addresses are gossip's business, and the program's version is in its record.
         identify: identify::Behaviour::new(
-            identify::Config::new("shoal/1".into(), keypair.public()).with_hide_listen_addrs(true),
+            identify::Config::new("shoal/1".into(), keypair.public())
+                .with_agent_version("shoal".into())
+                .with_hide_listen_addrs(true)
+                .with_cache_size(0),
         ),
         ping: ping::Behaviour::new(ping::Config::new().with_interval(PING_INTERVAL)),
         mdns: mdns.into(),

@@ -2,6 +2,7 @@
 //! own, so that nothing here ever waits.
 
 use std::collections::{BTreeMap, HashMap};
+use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,16 +15,18 @@ use libp2p::request_response::{
 use libp2p::swarm::SwarmEvent;
 use libp2p::{Multiaddr, PeerId, Swarm, mdns, ping};
 use shoal_gossip::NodeId;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, trace};
 
 use crate::mesh::codec::control::Received;
-use crate::mesh::control::behaviour::{Behaviour, BehaviourEvent};
-use crate::mesh::control::{Command, ControlCounters, ControlStartError};
-use crate::mesh::members::{Members, node_of};
+use crate::mesh::control::behaviour::{
+    Behaviour, BehaviourEvent, EXCHANGE_TIMEOUT, STREAMS_PER_CONNECTION,
+};
+use crate::mesh::control::{Command, ControlCounters, ControlStartError, Failure, Reply};
+use crate::mesh::members::{Member, Members, node_of};
 use crate::mesh::messages::{Answer, Ask, Envelope, PROTOCOL, RefuseReason};
 use crate::mesh::{Answered, ControlHandler};
 
@@ -34,10 +37,12 @@ const ANSWERING: usize = 1_024;
 /// How long the system may take to bind an address.
 const LISTEN_PATIENCE: Duration = Duration::from_secs(10);
 
-type Reply = oneshot::Sender<Result<Received<Answer>, String>>;
+/// Questions to one peer without an answer. As many as fit a connection; beyond it libp2p would take
+/// them only to fail them, and a silent peer would collect them without end.
+const ASKED_PER_PEER: usize = STREAMS_PER_CONNECTION;
 
-/// An answer that is ready to go out.
-type Answering = (ResponseChannel<Received<Answer>>, Envelope<Answer>);
+/// An answer that is ready to go out; none when the handler took longer than any asker waits.
+type Answering = Option<(ResponseChannel<Received<Answer>>, Envelope<Answer>)>;
 
 /// Listens and returns the address that was bound.
 pub(super) async fn listen(
@@ -92,10 +97,13 @@ pub(super) struct Parts {
 /// The driver of one swarm.
 pub(super) struct Driver {
     parts: Parts,
-    /// Questions out there. Bounded by their askers, who wait, and by the exchange timeout.
-    asked: HashMap<OutboundRequestId, Reply>,
+    /// Questions out there. Bounded by `waiting`; each ends by the exchange timeout at the latest,
+    /// also when its asker has given up.
+    asked: HashMap<OutboundRequestId, (PeerId, Reply)>,
+    /// How many of `asked` each peer has.
+    waiting: HashMap<PeerId, usize>,
     /// The guest list as the swarm has it.
-    guests: BTreeMap<NodeId, PeerId>,
+    guests: BTreeMap<NodeId, Member>,
     answering: JoinSet<Answering>,
 }
 
@@ -104,6 +112,7 @@ impl Driver {
         Self {
             parts,
             asked: HashMap::new(),
+            waiting: HashMap::new(),
             guests: BTreeMap::new(),
             answering: JoinSet::new(),
         }
@@ -123,7 +132,8 @@ impl Driver {
                     self.update_guests();
                 }
                 Some(done) = self.answering.join_next() => match done {
-                    Ok((channel, answer)) => self.respond(channel, answer),
+                    Ok(Some((channel, answer))) => self.respond(channel, answer),
+                    Ok(None) => debug!("a question was not answered in time"),
                     Err(error) => debug!(%error, "a question was not answered"),
                 },
                 Some(command) = self.parts.commands.recv() => self.ask(command),
@@ -132,45 +142,79 @@ impl Driver {
         }
     }
 
-    /// Makes the swarm's guest list the identities that the view names.
+    /// Makes the swarm's guest list the identities that the view names. A node that came back in a new
+    /// life loses the connections of its old one: half of all questions would go down the dead one.
     fn update_guests(&mut self) {
-        let now: BTreeMap<NodeId, PeerId> = self
-            .parts
-            .members
-            .all()
-            .into_iter()
-            .map(|member| (member.facts.node, member.peer))
-            .collect();
+        let mut now = BTreeMap::new();
+        for facts in self.parts.members.records() {
+            // Reading a record costs microseconds, and few records change from view to view.
+            let known = self
+                .guests
+                .get(&facts.node)
+                .filter(|guest| Arc::ptr_eq(&guest.facts, &facts));
+            if let Some(member) = known.cloned().or_else(|| Member::of(&facts)) {
+                now.insert(facts.node, member);
+            }
+        }
+        let gone = std::mem::replace(&mut self.guests, now);
         let allowed = &mut self.parts.swarm.behaviour_mut().allowed;
-        for (node, peer) in &self.guests {
-            if !now.contains_key(node) {
-                allowed.disallow_peer(*peer);
+        for (node, guest) in &gone {
+            if !self.guests.contains_key(node) {
+                allowed.disallow_peer(guest.peer);
                 self.parts.counters.forget(*node);
             }
         }
-        for (node, peer) in &now {
-            if !self.guests.contains_key(node) {
-                allowed.allow_peer(*peer);
+        let mut came_back = Vec::new();
+        for (node, guest) in &self.guests {
+            match gone.get(node) {
+                None => {
+                    allowed.allow_peer(guest.peer);
+                }
+                Some(before) if before.facts.incarnation < guest.facts.incarnation => {
+                    came_back.push(guest.peer);
+                }
+                Some(_) => {}
             }
         }
-        self.guests = now;
+        for peer in came_back {
+            if self.parts.swarm.disconnect_peer_id(peer).is_ok() {
+                debug!(%peer, "its connections are of an earlier life");
+            }
+        }
     }
 
     fn ask(&mut self, command: Command) {
-        let Command { to, at, ask, reply } = command;
+        let Command {
+            node,
+            to,
+            at,
+            ask,
+            reply,
+        } = command;
         // Its asker may have given up while it waited here.
         if reply.is_closed() {
             return;
         }
-        // The view may be newer than the guest list.
-        self.update_guests();
+        if !self.guests.contains_key(&node) {
+            // The view may be newer than the guest list.
+            self.update_guests();
+        }
+        let waiting = self.waiting.entry(to).or_default();
+        if *waiting >= ASKED_PER_PEER {
+            answer_to(
+                reply,
+                Err(Failure::Unreachable("too many questions wait there".into())),
+            );
+            return;
+        }
+        *waiting += 1;
         let id = self
             .parts
             .swarm
             .behaviour_mut()
             .exchange
             .send_request_with_addresses(&to, Received::Ours(ask), vec![multiaddr(at)]);
-        self.asked.insert(id, reply);
+        self.asked.insert(id, (to, reply));
     }
 
     fn respond(&mut self, channel: ResponseChannel<Received<Answer>>, answer: Envelope<Answer>) {
@@ -193,10 +237,10 @@ impl Driver {
             })) => self.parts.counters.measured(node_of(&peer), rtt),
             SwarmEvent::Behaviour(BehaviourEvent::Mdns(mdns::Event::Discovered(found))) => {
                 for (_, address) in found {
-                    if let Some(address) = socket_address(&address) {
-                        if self.parts.discovered.try_send(address).is_err() {
-                            trace!(%address, "neighbour found, and many are known already");
-                        }
+                    if let Some(address) = socket_address(&address)
+                        && self.parts.discovered.try_send(address).is_err()
+                    {
+                        trace!(%address, "neighbour found, and many are known already");
                     }
                 }
             }
@@ -233,7 +277,7 @@ impl Driver {
             } => self.deliver(request_id, Ok(response)),
             Event::OutboundFailure {
                 request_id, error, ..
-            } => self.deliver(request_id, Err(failure_text(&error))),
+            } => self.deliver(request_id, Err(failure(&error))),
             Event::InboundFailure { peer, error, .. } => {
                 debug!(%peer, %error, "a question could not be answered");
             }
@@ -241,11 +285,17 @@ impl Driver {
         }
     }
 
-    fn deliver(&mut self, id: OutboundRequestId, answer: Result<Received<Answer>, String>) {
-        if let Some(reply) = self.asked.remove(&id) {
-            // The asker may have given up.
-            drop(reply.send(answer));
+    fn deliver(&mut self, id: OutboundRequestId, answer: Result<Received<Answer>, Failure>) {
+        let Some((peer, reply)) = self.asked.remove(&id) else {
+            return;
+        };
+        if let Some(waiting) = self.waiting.get_mut(&peer) {
+            *waiting -= 1;
+            if *waiting == 0 {
+                self.waiting.remove(&peer);
+            }
         }
+        answer_to(reply, answer);
     }
 
     fn on_question(
@@ -281,34 +331,47 @@ impl Driver {
         }
         let handler = Arc::clone(&self.parts.handler);
         self.answering.spawn(async move {
-            let Answered { answer, load } = handler.answer(from, envelope.body).await;
+            let answered = timeout(EXCHANGE_TIMEOUT, handler.answer(from, envelope.body)).await;
+            let Answered { answer, load } = answered.ok()?;
             let envelope = Envelope {
                 protocol: PROTOCOL,
                 load,
                 body: answer,
             };
-            (channel, envelope)
+            Some((channel, envelope))
         });
     }
 }
 
-fn failure_text(error: &OutboundFailure) -> String {
+/// Hands an answer to its asker, who may have given up.
+fn answer_to(reply: Reply, answer: Result<Received<Answer>, Failure>) {
+    drop(reply.send(answer));
+}
+
+fn failure(error: &OutboundFailure) -> Failure {
     match error {
-        OutboundFailure::DialFailure => "it cannot be connected, or it does not know us".into(),
-        OutboundFailure::ConnectionClosed => "it closed the connection".into(),
-        OutboundFailure::Timeout
-        | OutboundFailure::UnsupportedProtocols
-        | OutboundFailure::Io(_) => error.to_string(),
+        OutboundFailure::DialFailure => {
+            Failure::Unreachable("it cannot be connected, or it does not know us".into())
+        }
+        OutboundFailure::ConnectionClosed => {
+            Failure::Unreachable("it closed the connection".into())
+        }
+        OutboundFailure::Timeout => Failure::Silent,
+        OutboundFailure::UnsupportedProtocols => Failure::Malformed(error.to_string()),
+        OutboundFailure::Io(cause) if cause.kind() == io::ErrorKind::InvalidData => {
+            Failure::Malformed(cause.to_string())
+        }
+        OutboundFailure::Io(cause) => Failure::Unreachable(cause.to_string()),
     }
 }
 
-fn multiaddr(address: SocketAddr) -> Multiaddr {
+pub(super) fn multiaddr(address: SocketAddr) -> Multiaddr {
     Multiaddr::from(address.ip())
         .with(Protocol::Udp(address.port()))
         .with(Protocol::QuicV1)
 }
 
-fn socket_address(address: &Multiaddr) -> Option<SocketAddr> {
+pub(super) fn socket_address(address: &Multiaddr) -> Option<SocketAddr> {
     let (mut ip, mut port) = (None, None);
     for part in address {
         match part {

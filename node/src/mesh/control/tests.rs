@@ -1,3 +1,5 @@
+mod wire;
+
 use std::net::SocketAddr;
 
 use super::*;
@@ -188,4 +190,48 @@ async fn junk_on_the_port_changes_nothing() {
     }
     one.node.ask(two.id(), Ask::Probe, PATIENCE).await.unwrap();
     until("a measured round trip", || one.node.rtt(two.id()).is_some()).await;
+}
+
+#[tokio::test]
+async fn a_port_in_use_is_an_error_at_the_start() {
+    let first = Peer::start(Echo::default()).await;
+    let config = ControlConfig {
+        listen: first.node.local_addr(),
+        mdns: false,
+    };
+    let other = Identity::ephemeral();
+    let again = ControlNode::start(
+        config,
+        other.keypair(),
+        empty_view().subscribe(),
+        Arc::new(Echo::default()) as _,
+    );
+    let error = again.await.unwrap_err();
+    assert!(matches!(error, ControlStartError::Listen(_)), "{error}");
+}
+
+#[tokio::test]
+async fn a_peer_in_a_new_life_is_asked_over_a_new_connection() {
+    let (one, two) = (
+        Peer::start(Echo::default()).await,
+        Peer::start(Echo::default()).await,
+    );
+    introduce(&[&one, &two]);
+    one.node.ask(two.id(), Ask::Probe, PATIENCE).await.unwrap();
+    let mut next_life = two.facts();
+    next_life.incarnation.0 += 1;
+    one.view.send_replace(view(&[one.facts(), next_life]));
+    // The connection may be closed while the question is on it; the one after that is on the new one.
+    let mut answered = one.node.ask(two.id(), Ask::Probe, PATIENCE).await;
+    if answered.is_err() {
+        answered = one.node.ask(two.id(), Ask::Probe, PATIENCE).await;
+    }
+    answered.unwrap();
+}
+
+#[test]
+fn session_secrets_are_never_written_out() {
+    let refused = refuse_key_log(Some(OsStr::new("/somewhere")));
+    assert!(matches!(refused, Err(ControlStartError::Setup(_))));
+    assert!(refuse_key_log(None).is_ok());
 }

@@ -59,3 +59,42 @@ fn set(
         Err(io::Error::last_os_error())
     }
 }
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use quinn::{Runtime, TokioRuntime};
+
+    use super::*;
+
+    fn discovery(socket: &UdpSocket) -> libc::c_int {
+        let mut value: libc::c_int = -1;
+        let mut length = size_of::<libc::c_int>() as libc::socklen_t;
+        // SAFETY: the descriptor is open, and both pointers are to live values of the size given.
+        let result = unsafe {
+            libc::getsockopt(
+                socket.as_raw_fd(),
+                libc::IPPROTO_IP,
+                libc::IP_MTU_DISCOVER,
+                std::ptr::from_mut(&mut value).cast(),
+                &raw mut length,
+            )
+        };
+        assert_eq!(result, 0);
+        value
+    }
+
+    #[tokio::test]
+    async fn what_quinn_forbids_is_allowed_again() {
+        for address in ["127.0.0.1:0", "[::1]:0"] {
+            let Ok(socket) = UdpSocket::bind(address) else {
+                // A machine without IPv6.
+                continue;
+            };
+            let sending = socket.try_clone().unwrap();
+            let _quinn = TokioRuntime.wrap_udp_socket(socket).unwrap();
+            assert_eq!(discovery(&sending), libc::IP_PMTUDISC_PROBE);
+            allow(&sending).unwrap();
+            assert_eq!(discovery(&sending), libc::IP_PMTUDISC_WANT);
+        }
+    }
+}

@@ -15,7 +15,7 @@ use crate::mesh::StreamHandler;
 use crate::mesh::codec::{CodecError, FrameReader, encode_frame};
 use crate::mesh::members::Members;
 use crate::mesh::messages::{Frame, MAX_FRAME_BYTES, MAX_SUBMIT_BYTES, Submit};
-use crate::mesh::stream::{FRAMES, GREETING, guard};
+use crate::mesh::stream::{CODE_CLOSING, CODE_NOT_A_MEMBER, FRAMES, GREETING, SUBMIT_PATIENCE};
 use crate::mesh::tls::peer_of;
 
 /// Connections from outside, handshakes included: one from each node of the largest mesh, and as many
@@ -28,8 +28,9 @@ const HANDSHAKES: usize = 128;
 /// How long a handshake may take.
 const HANDSHAKE_PATIENCE: Duration = Duration::from_secs(5);
 
-/// How long a submission may take to arrive: the largest at a slow 1 MB/s.
-const SUBMIT_PATIENCE: Duration = Duration::from_secs(30);
+/// Kibibytes of submissions that may be read at once, over all peers: ten of the longest, or thousands
+/// of the usual. Beyond it they wait their turn, in their sender's memory.
+const SUBMIT_KIB: usize = 256 * 1024;
 
 pub(super) struct Acceptor {
     pub(super) endpoint: Endpoint,
@@ -43,6 +44,7 @@ impl Acceptor {
     pub(super) async fn run(self) {
         let connections = Arc::new(Semaphore::new(CONNECTIONS));
         let handshakes = Arc::new(Semaphore::new(HANDSHAKES));
+        let room = Arc::new(Semaphore::new(SUBMIT_KIB));
         loop {
             let incoming = tokio::select! {
                 biased;
@@ -50,6 +52,13 @@ impl Acceptor {
                 incoming = self.endpoint.accept() => incoming,
             };
             let Some(incoming) = incoming else { return };
+            // With many handshakes at once, addresses may be forged: let each prove its own first.
+            if handshakes.available_permits() < HANDSHAKES / 2 && incoming.may_retry() {
+                if let Err(error) = incoming.retry() {
+                    trace!(%error, "a retry could not be asked for");
+                }
+                continue;
+            }
             let places = (
                 Arc::clone(&connections).try_acquire_owned(),
                 Arc::clone(&handshakes).try_acquire_owned(),
@@ -62,6 +71,7 @@ impl Acceptor {
             let host = Host {
                 members: self.members.clone(),
                 handler: Arc::clone(&self.handler),
+                room: Arc::clone(&room),
                 stop: self.stop.clone(),
                 tasks: self.tasks.clone(),
             };
@@ -76,6 +86,8 @@ impl Acceptor {
 struct Host {
     members: Members,
     handler: Arc<dyn StreamHandler>,
+    /// Bounds the memory that submissions take while they are read.
+    room: Arc<Semaphore>,
     stop: CancellationToken,
     tasks: TaskTracker,
 }
@@ -110,22 +122,24 @@ impl Host {
         Ok((connection, node))
     }
 
+    /// Takes streams until the connection ends, the plane stops or the peer leaves the view.
     async fn serve(self, connection: Connection, node: NodeId) {
-        self.tasks.spawn(guard(
-            connection.clone(),
-            node,
-            self.members.clone(),
-            self.stop.clone(),
-        ));
+        let member = move |members: &Members| members.find(node).is_some();
+        let mut expelled = std::pin::pin!(self.members.clone().until_not(member));
         loop {
-            match connection.accept_bi().await {
+            let accepted = tokio::select! {
+                biased;
+                () = self.stop.cancelled() => {
+                    return connection.close(CODE_CLOSING, b"closing");
+                }
+                () = &mut expelled => {
+                    return connection.close(CODE_NOT_A_MEMBER, b"not in the mesh");
+                }
+                accepted = connection.accept_bi() => accepted,
+            };
+            match accepted {
                 Ok((send, recv)) => {
-                    let handler = Arc::clone(&self.handler);
-                    self.tasks.spawn(async move {
-                        if let Err(error) = request(handler, node, send, recv).await {
-                            debug!(%node, %error, "a submission could not be read");
-                        }
-                    });
+                    self.tasks.spawn(self.clone().request(node, send, recv));
                 }
                 Err(error) => {
                     trace!(%node, %error, "connection over");
@@ -134,24 +148,31 @@ impl Host {
             }
         }
     }
-}
 
-/// One request of another home.
-async fn request(
-    handler: Arc<dyn StreamHandler>,
-    from: NodeId,
-    send: SendStream,
-    recv: RecvStream,
-) -> Result<(), CodecError> {
-    let mut reader = FrameReader::new(recv, MAX_SUBMIT_BYTES);
-    let submit = timeout(SUBMIT_PATIENCE, reader.next::<Submit>())
-        .await
-        .map_err(|_| CodecError::Truncated)??
-        .ok_or(CodecError::Truncated)?;
-    let (frames, outbox) = mpsc::channel(FRAMES);
-    // The writer drops its end when the home stops the stream, which ends the handler.
-    tokio::join!(handler.serve(from, submit, frames), write(send, outbox));
-    Ok(())
+    /// One request of another home.
+    async fn request(self, from: NodeId, send: SendStream, recv: RecvStream) {
+        let mut reader = FrameReader::new(recv, MAX_SUBMIT_BYTES);
+        let submit = match timeout(SUBMIT_PATIENCE, self.read(&mut reader)).await {
+            Ok(Ok(submit)) => submit,
+            // Dropping the stream tells the home.
+            Ok(Err(error)) => return debug!(%from, %error, "a submission could not be read"),
+            Err(_) => return debug!(%from, "a submission took too long"),
+        };
+        drop(reader);
+        let (frames, outbox) = mpsc::channel(FRAMES);
+        // The writer drops its end when the home stops the stream, which ends the handler.
+        tokio::join!(
+            self.handler.serve(from, submit, frames),
+            write(send, outbox)
+        );
+    }
+
+    async fn read(&self, reader: &mut FrameReader<RecvStream>) -> Result<Submit, CodecError> {
+        let length = reader.length().await?.ok_or(CodecError::Truncated)?;
+        let kib = u32::try_from(length.div_ceil(1024)).unwrap_or(u32::MAX);
+        let _room = self.room.acquire_many(kib).await;
+        reader.next().await?.ok_or(CodecError::Truncated)
+    }
 }
 
 /// Writes frames until the last, or until the home no longer wants them.

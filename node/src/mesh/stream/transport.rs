@@ -13,50 +13,73 @@ use crate::mesh::socket::MAX_MTU;
 /// margin for hosts that stall.
 const IDLE: VarInt = VarInt::from_u32(3_000);
 
-/// Keep-alives are sent this often: two of them may be lost before [`IDLE`] ends.
+/// The home sends keep-alives this often, so that two of them may be lost before [`IDLE`] ends. The
+/// host need not: its acknowledgements keep both sides awake, and an idle connection costs half.
 const KEEP_ALIVE: Duration = Duration::from_millis(900);
 
-/// Bytes a host may send ahead on one stream. A token frame is 20 to 100 bytes, so this is still
-/// hundreds of tokens; it bounds what a client that does not read holds in memory. Submissions go the
-/// other way under the same bound: 64 KiB a round trip is 64 MB/s at 1 ms.
-const STREAM_WINDOW: VarInt = VarInt::from_u32(64 * 1024);
+/// Bytes that may be sent ahead on one stream. A token frame is 20 to 100 bytes, so this is still
+/// hundreds of tokens; with 20 alternatives it is about 1.3 KB, and 200 of those a second over 100 ms
+/// need 26 KB. It bounds what a client that does not read holds in memory. Submissions go the other
+/// way under the same bound: 64 KiB a round trip is 64 MB/s at 1 ms.
+const STREAM_WINDOW: u32 = 64 * 1024;
 
-/// Bytes in flight on one connection: 128 streams at their bound.
-const CONNECTION_WINDOW: VarInt = VarInt::from_u32(8 * 1024 * 1024);
+/// Requests of one home at one host at once. A host's queue refuses long before; this only bounds what
+/// a peer can open without asking.
+const STREAMS: u32 = 4_096;
 
-/// Requests of one home at one host at once: more than the largest `--queue-limit` and `--max-sequences`
-/// together would ever admit from one home is refused by the host's queue before.
-const STREAMS: VarInt = VarInt::from_u32(8_192);
+/// Bytes of frames that one host may have under way to a home: all streams at their bound. Any less, and
+/// enough clients that do not read would stop those that do. It is reached only if that many of the
+/// home's own clients stand still.
+const FRAMES_WINDOW: u32 = STREAMS * STREAM_WINDOW;
 
-/// One stream for the greeting.
-const GREETINGS: VarInt = VarInt::from_u32(1);
+/// Bytes of submissions that one home may have under way to a host, which reads them at once.
+const SUBMIT_WINDOW: u32 = 8 * 1024 * 1024;
 
-fn transport() -> Arc<TransportConfig> {
+/// Bytes a sender keeps until they are acknowledged: 80 ms of a 100 MB/s path.
+const UNACKNOWLEDGED: u64 = 8 * 1024 * 1024;
+
+/// Handshakes that may wait to be looked at; the acceptor looks at each within microseconds.
+const INCOMING: usize = 1_024;
+
+fn transport() -> TransportConfig {
     let mut transport = TransportConfig::default();
     transport
         .max_idle_timeout(Some(IdleTimeout::from(IDLE)))
-        .keep_alive_interval(Some(KEEP_ALIVE))
-        .stream_receive_window(STREAM_WINDOW)
-        .receive_window(CONNECTION_WINDOW)
-        .send_window(u64::from(CONNECTION_WINDOW))
-        .max_concurrent_bidi_streams(STREAMS)
-        .max_concurrent_uni_streams(GREETINGS)
+        .stream_receive_window(STREAM_WINDOW.into())
+        .send_window(UNACKNOWLEDGED)
         .initial_mtu(1_200)
         .datagram_receive_buffer_size(None);
     let mut discovery = quinn::MtuDiscoveryConfig::default();
     discovery.upper_bound(MAX_MTU);
     transport.mtu_discovery_config(Some(discovery));
-    Arc::new(transport)
+    transport
 }
 
+/// The host's side: streams come in, none go out but the greeting.
 pub(super) fn server_config(tls: QuicServerConfig) -> ServerConfig {
+    let mut transport = transport();
+    transport
+        .receive_window(SUBMIT_WINDOW.into())
+        .max_concurrent_bidi_streams(STREAMS.into())
+        .max_concurrent_uni_streams(0u32.into());
     let mut config = ServerConfig::with_crypto(Arc::new(tls));
-    config.transport_config(transport());
+    config
+        .transport_config(Arc::new(transport))
+        .max_incoming(INCOMING)
+        // Nodes have fixed addresses; one that moves comes back in a new life.
+        .migration(false);
     config
 }
 
+/// The home's side: it opens streams, and takes nothing but the greeting.
 pub(super) fn client_config(tls: QuicClientConfig) -> ClientConfig {
+    let mut transport = transport();
+    transport
+        .keep_alive_interval(Some(KEEP_ALIVE))
+        .receive_window(FRAMES_WINDOW.into())
+        .max_concurrent_bidi_streams(0u32.into())
+        .max_concurrent_uni_streams(1u32.into());
     let mut config = ClientConfig::new(Arc::new(tls));
-    config.transport_config(transport());
+    config.transport_config(Arc::new(transport));
     config
 }

@@ -142,6 +142,29 @@ fn a_table_that_contradicts_itself_is_damaged() {
 }
 
 #[test]
+fn values_that_llama_cpp_would_abort_on_are_damaged() {
+    let with = |entry: Vec<u8>| file(&[entry], &[tensor(&[64], 0, 0)], 256);
+    let words = |words: &[&str]| {
+        let count = words.len() as u64;
+        let mut value = [8u32.to_le_bytes().to_vec(), count.to_le_bytes().to_vec()].concat();
+        words.iter().for_each(|word| value.extend(text(word)));
+        with(entry("tokenizer.ggml.tokens", 9, &value))
+    };
+    assert!(read_bytes(&words(&["a", "b", "", ""])).is_ok());
+    check(&words(&["a", "b", "a"]), "token \"a\" appears twice");
+    let number = with(entry("tokenizer.ggml.tokens", 4, &[0; 24]));
+    check(&number, "tokens that are no texts");
+    for epsilon in [-1.0, f32::NAN] {
+        let entry = entry(
+            "llama.attention.layer_norm_rms_epsilon",
+            6,
+            &epsilon.to_le_bytes(),
+        );
+        check(&with(entry), "epsilon is");
+    }
+}
+
+#[test]
 fn lengths_that_lie_end_at_the_end_of_the_file() {
     let long = [8u32.to_le_bytes().to_vec(), u64::MAX.to_le_bytes().to_vec()].concat();
     check(

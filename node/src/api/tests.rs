@@ -1,0 +1,10 @@
+//! The client plane over real TCP, in front of a frontend whose every move the test makes.
+
+mod admin;
+mod bounds;
+mod errors;
+mod leaving;
+mod secure;
+mod shutdown;
+mod streams;
+mod support;

@@ -1,0 +1,154 @@
+//! What a running node keeps telling: its load to the mesh, its state to metrics and log.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use shoal_gossip::{Gossip, Health, SeedState};
+use tokio::sync::{mpsc, watch};
+use tokio::time::{MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+use tracing::{error, info, warn};
+
+use crate::engine::Engine;
+use crate::knowledge::Knowledge;
+use crate::load::LoadSource;
+use crate::metrics::Metrics;
+
+/// Time between two folds of the metrics' observations into their buckets.
+const METRICS_UPKEEP: Duration = Duration::from_secs(5);
+
+/// Time between two lines of the log about seeds that do not answer.
+const ALONE_REMINDER: Duration = Duration::from_secs(30);
+
+/// Publishes the load whenever it changes, and at least once an interval: a load that stands still
+/// would grow old in the views of others, though nothing is wrong with it.
+pub(super) async fn publish_load(
+    engine: Arc<dyn Engine>,
+    loads: Arc<LoadSource>,
+    gossip: Arc<Gossip>,
+    every: Duration,
+    stop: CancellationToken,
+) {
+    let mut changed = engine.load_changed();
+    let mut tick = interval(every);
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => return,
+            _ = tick.tick() => {}
+            Ok(()) = changed.changed() => {}
+        }
+        gossip.publish(loads.summary());
+    }
+}
+
+/// Keeps the metrics tidy between scrapes, and the gauges true.
+pub(super) async fn keep_metrics(
+    metrics: Arc<Metrics>,
+    knowledge: Arc<Knowledge>,
+    stop: CancellationToken,
+) {
+    let mut tick = interval(METRICS_UPKEEP);
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => return,
+            _ = tick.tick() => {}
+        }
+        metrics.show_view(&knowledge.view(), knowledge.now());
+        metrics.upkeep();
+    }
+}
+
+/// Tells people whether the node has found others, again and again while it has not.
+pub(super) async fn watch_seeds(
+    mut seeds: watch::Receiver<SeedState>,
+    any: bool,
+    stop: CancellationToken,
+) {
+    let mut was_alone = true;
+    let mut tick = interval(ALONE_REMINDER);
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    // The first tick is at once, before anybody can have answered.
+    tick.tick().await;
+    loop {
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => return,
+            _ = tick.tick() => {
+                if let SeedState::Alone { tried, unresolved, .. } = &*seeds.borrow()
+                    && any
+                {
+                    warn!(tried, ?unresolved, "no seed answers; still trying, and serving alone meanwhile");
+                }
+            }
+            changed = seeds.changed() => {
+                if changed.is_err() {
+                    return;
+                }
+                match &*seeds.borrow_and_update() {
+                    SeedState::Joined { peers } if was_alone => {
+                        was_alone = false;
+                        info!(peers, "joined the mesh");
+                    }
+                    SeedState::Alone { .. } if !was_alone => {
+                        was_alone = true;
+                        warn!("every other node is gone; serving alone");
+                    }
+                    SeedState::Joined { .. } | SeedState::Alone { .. } => {}
+                }
+            }
+        }
+    }
+}
+
+/// Tells people how the state plane fares. What the node cannot go on with goes to `fatal`.
+pub(super) async fn watch_health(
+    mut health: watch::Receiver<Health>,
+    fatal: mpsc::Sender<String>,
+    stop: CancellationToken,
+) {
+    loop {
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => return,
+            changed = health.changed() => {
+                if changed.is_err() {
+                    return;
+                }
+            }
+        }
+        let now = health.borrow_and_update().clone();
+        let reason = match now {
+            Health::Starting | Health::Left => continue,
+            Health::Running => {
+                info!("the state plane runs");
+                continue;
+            }
+            Health::Restarting { attempt, reason } => {
+                warn!(attempt, reason, "the state plane is restarted");
+                continue;
+            }
+            Health::Failed { reason } => {
+                // The node still serves its own clients from its own engine.
+                error!(
+                    reason,
+                    "the state plane has failed for good: this node serves alone; restart it"
+                );
+                return;
+            }
+            Health::Crowded { known, limit } => format!(
+                "the mesh has {known} nodes, and {limit} is the most that gossip can name; make two meshes of it"
+            ),
+            Health::Displaced { by } => format!(
+                "another node at {by} runs with this node's identity; give each node a data directory of its own"
+            ),
+        };
+        // A full channel holds a reason to end already.
+        if fatal.try_send(reason).is_err() {
+            return;
+        }
+    }
+}

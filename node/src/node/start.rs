@@ -1,0 +1,456 @@
+//! Puts a node together. Whatever fails on the way takes what was started with it.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use ring::rand::{SecureRandom, SystemRandom};
+use shoal_gossip::{
+    Clock, ClusterKey, ClusterView, Gossip, GossipConfig, GossipThread, Incarnation, KeyRing,
+    MonotonicClock, NodeFacts, Role, Seed, SeedList, unix_time,
+};
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, watch};
+use tokio_util::task::TaskTracker;
+use tracing::info;
+
+use crate::api::{self, ApiConfig, ApiKeys, Backend, Shutdown, Tls};
+use crate::config::{KeySource, MeshSettings, NodeConfig};
+use crate::dispatch::{Freeness, PlacementLimits};
+use crate::engine::Engine;
+use crate::home::{Home, HomeParts, HomeSettings};
+use crate::host::{Host, HostSettings};
+use crate::identity::Identity;
+use crate::knowledge::Knowledge;
+use crate::links::Links;
+use crate::load::LoadSource;
+use crate::mesh::control::{ControlConfig, ControlNode, ControlStartError};
+use crate::mesh::messages::PROTOCOL;
+use crate::mesh::socket::SharedSocket;
+use crate::mesh::stream::StreamNode;
+use crate::metrics::Metrics;
+use crate::node::addresses::Advertised;
+use crate::node::front::Front;
+use crate::node::{Node, StartError, Stop, engine, reports};
+
+/// Part of the offer deadline that a host may spend on probing others; the rest is for the way.
+const PROBE_SHARE: u32 = 4;
+
+/// How long a host may take from a submission to its first frame: reading and tokenising the longest
+/// body takes seconds on a slow machine.
+const START_DEADLINE: Duration = Duration::from_secs(30);
+
+/// What clients are told to wait when all nodes are full: a second is many steps.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
+
+/// Connections that clients may hold beyond those with a request at work: idle ones and scrapers.
+const SPARE_CONNECTIONS: usize = 1_024;
+
+/// What is known before any plane runs.
+struct Base {
+    config: NodeConfig,
+    identity: Identity,
+    clock: Arc<dyn Clock>,
+    incarnation: Incarnation,
+    engine: Arc<dyn Engine>,
+    advertised: Advertised,
+    listener: TcpListener,
+    http: SocketAddr,
+}
+
+pub(super) async fn start(config: NodeConfig) -> Result<Node, StartError> {
+    let keys = cluster_keys(&config.mesh)?;
+    let api = api_config(&config)?;
+    let seeds = seed_list(&config.mesh)?;
+    let base = base(config).await?;
+    let loads = Arc::new(LoadSource::new(Arc::clone(&base.engine), base.incarnation));
+    let (view, views) = watch::channel(nobody(&base));
+    let metrics = Arc::new(Metrics::new(
+        base.identity.node_id(),
+        env!("CARGO_PKG_VERSION"),
+    ));
+    let knowledge = Arc::new(Knowledge::new(
+        Arc::clone(&base.clock),
+        Arc::clone(&loads),
+        views.clone(),
+        base.config.dispatch.policy,
+        rng()?,
+    ));
+    let host = Arc::new(Host::new(
+        Arc::clone(&base.engine),
+        Arc::clone(&loads),
+        Arc::clone(&knowledge),
+        Arc::clone(&metrics),
+        host_settings(&base.config),
+    ));
+    let thread = GossipThread::start().map_err(|error| plane("state", &error))?;
+    let planes = planes(&base, &thread, &host, views).await?;
+    let stop = Stop::default();
+    let background = TaskTracker::new();
+    let gossip = Arc::new(gossip(&base, &planes, (keys, seeds), &thread)?);
+    gossip.publish(loads.summary());
+    background.spawn(forward_views(gossip.view(), view, stop.closed.clone()));
+
+    let requests = TaskTracker::new();
+    let links = Links::new(
+        base.identity.node_id(),
+        host,
+        Arc::clone(&planes.control) as _,
+        Arc::clone(&planes.streams) as _,
+        requests.clone(),
+    );
+    let home = Home::new(
+        HomeParts {
+            engine: Arc::clone(&base.engine),
+            links: Arc::new(links),
+            knowledge: Arc::clone(&knowledge),
+            metrics: Arc::clone(&metrics),
+            rng: rng()?,
+            tasks: requests.clone(),
+            hurry: stop.hurry.clone(),
+        },
+        home_settings(&base.config),
+    );
+    let front = Arc::new(Front::new(
+        Arc::new(home),
+        Arc::clone(&knowledge),
+        base.config.dispatch.max_view_age,
+    ));
+    let (fatal, failures) = mpsc::channel(1);
+    background.spawn(reports::publish_load(
+        Arc::clone(&base.engine),
+        Arc::clone(&loads),
+        Arc::clone(&gossip),
+        base.config.gossip.interval,
+        stop.closed.clone(),
+    ));
+    background.spawn(reports::keep_metrics(
+        Arc::clone(&metrics),
+        Arc::clone(&knowledge),
+        stop.closed.clone(),
+    ));
+    background.spawn(reports::watch_seeds(
+        gossip.seeds(),
+        !base.config.mesh.seeds.is_empty(),
+        stop.closed.clone(),
+    ));
+    background.spawn(reports::watch_health(
+        gossip.health(),
+        fatal,
+        stop.closed.clone(),
+    ));
+    let server = background.spawn(api::serve(
+        base.listener,
+        api,
+        Backend {
+            frontend: Arc::clone(&front) as _,
+            metrics,
+        },
+        Shutdown {
+            stop: stop.closing.clone(),
+            cut: stop.hurry.clone(),
+        },
+    ));
+    info!(node = %base.identity.node_id(), http = %base.http, control = %planes.control.local_addr(),
+        stream = %planes.stream, "serving");
+    Ok(Node {
+        id: base.identity.node_id(),
+        http: base.http,
+        control_addr: planes.control.local_addr(),
+        stream_addr: planes.stream,
+        deadline: base.config.shutdown.deadline,
+        engine: base.engine,
+        loads,
+        knowledge,
+        front,
+        gossip,
+        gossip_thread: thread,
+        control: planes.control,
+        streams: planes.streams,
+        server,
+        requests,
+        background,
+        stop,
+        failures,
+        _identity: base.identity,
+    })
+}
+
+/// Identity, addresses and engine. The client port is bound before the model is loaded: a port in use
+/// should not cost the time it takes to load.
+async fn base(config: NodeConfig) -> Result<Base, StartError> {
+    let identity = Identity::open(&config.data_dir)?;
+    let listen = config.http.listen;
+    let bound = TcpListener::bind(listen).await;
+    let listener = bound.map_err(|error| listening("clients", listen, &error, "--http-port"))?;
+    let http = listener
+        .local_addr()
+        .map_err(|error| listening("clients", listen, &error, "--http-port"))?;
+    let advertised =
+        Advertised::find(config.mesh.advertise.as_deref(), config.mesh.stream.ip()).await?;
+    let clock: Arc<dyn Clock> = Arc::new(MonotonicClock::start());
+    let (settings, engine_clock) = (config.engine.clone(), Arc::clone(&clock));
+    info!(node = %identity.node_id(), "loading the engine");
+    let engine = tokio::task::spawn_blocking(move || engine::load(&settings, engine_clock))
+        .await
+        .map_err(|error| StartError::Model(error.to_string()))??;
+    Ok(Base {
+        config,
+        identity,
+        clock,
+        incarnation: Incarnation(u64::try_from(unix_time().as_millis()).unwrap_or(u64::MAX)),
+        engine,
+        advertised,
+        listener,
+        http,
+    })
+}
+
+struct Planes {
+    control: Arc<ControlNode>,
+    streams: Arc<StreamNode>,
+    socket: SharedSocket,
+    stream: SocketAddr,
+}
+
+async fn planes(
+    base: &Base,
+    thread: &GossipThread,
+    host: &Arc<Host>,
+    views: watch::Receiver<Arc<ClusterView>>,
+) -> Result<Planes, StartError> {
+    let mesh = &base.config.mesh;
+    let bound = SharedSocket::bind(mesh.stream, &thread.runtime_handle());
+    let socket = bound
+        .map_err(|error| listening("streams and gossip", mesh.stream, &error, "--mesh-port"))?;
+    let stream = socket
+        .local_addr()
+        .map_err(|error| listening("streams and gossip", mesh.stream, &error, "--mesh-port"))?;
+    let control = ControlConfig {
+        listen: mesh.control,
+        mdns: mesh.mdns,
+    };
+    let control = ControlNode::start(
+        control,
+        base.identity.keypair(),
+        views.clone(),
+        Arc::clone(host) as _,
+    )
+    .await
+    .map_err(|error| match error {
+        ControlStartError::Listen(reason) => {
+            listening("control", mesh.control, &reason, "--mesh-port")
+        }
+        ControlStartError::Setup(reason) => plane("control", &reason),
+    })?;
+    host.connect(Arc::clone(&control) as _);
+    let streams = StreamNode::start(
+        &socket,
+        &thread.runtime_handle(),
+        base.identity.keypair(),
+        views,
+        Arc::clone(host) as _,
+    )
+    .map_err(|error| plane("stream", &error))?;
+    Ok(Planes {
+        control,
+        streams,
+        socket,
+        stream,
+    })
+}
+
+fn gossip(
+    base: &Base,
+    planes: &Planes,
+    (keys, seeds): (Option<KeyRing>, SeedList),
+    thread: &GossipThread,
+) -> Result<Gossip, StartError> {
+    let engine = base.engine.facts();
+    let facts = NodeFacts {
+        node: base.identity.node_id(),
+        incarnation: base.incarnation,
+        peer_id: base.identity.peer_id().to_string(),
+        protocol: PROTOCOL,
+        control: base.advertised.address(planes.control.local_addr()),
+        stream: base.advertised.address(planes.stream),
+        http: base.advertised.client_address(base.http),
+        role: Role::Mixed,
+        block_size: engine.block_size,
+        models: engine.models.clone(),
+        version: env!("CARGO_PKG_VERSION").into(),
+    };
+    let config = GossipConfig {
+        interval: base.config.gossip.interval,
+        phi: base.config.gossip.phi,
+        seeds,
+        keys,
+        ..GossipConfig::new(base.config.mesh.cluster.clone(), facts.stream)
+    };
+    Gossip::spawn(
+        config,
+        facts,
+        Arc::clone(&planes.socket.gossip) as _,
+        Arc::clone(&base.clock),
+        &thread.runtime_handle(),
+    )
+    .map_err(|error| plane("state", &error))
+}
+
+/// Passes the state plane's views on to everybody who was given a place to look before it ran.
+async fn forward_views(
+    mut from: watch::Receiver<Arc<ClusterView>>,
+    to: watch::Sender<Arc<ClusterView>>,
+    stop: tokio_util::sync::CancellationToken,
+) {
+    loop {
+        let view = Arc::clone(&from.borrow_and_update());
+        to.send_replace(view);
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => return,
+            changed = from.changed() => {
+                if changed.is_err() {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+fn nobody(base: &Base) -> Arc<ClusterView> {
+    let now = base.clock.now();
+    Arc::new(ClusterView::new(base.identity.node_id(), now, Vec::new()))
+}
+
+fn cluster_keys(mesh: &MeshSettings) -> Result<Option<KeyRing>, StartError> {
+    let file = |path: &Path| {
+        KeyRing::read(path).map_err(|error| {
+            StartError::File(format!("the cluster key in {}: {error}", path.display()))
+        })
+    };
+    let mut ring = match &mesh.key {
+        KeySource::None => return Ok(None),
+        KeySource::File(path) => file(path)?,
+        KeySource::Text(text) => {
+            let key: ClusterKey = text
+                .parse()
+                .map_err(|error| StartError::File(format!("SHOAL_CLUSTER_KEY: {error}")))?;
+            KeyRing::new(key)
+        }
+    };
+    for path in &mesh.accepted_keys {
+        for key in file(path)?.into_keys() {
+            ring.accept(key)
+                .map_err(|error| StartError::File(format!("{}: {error}", path.display())))?;
+        }
+    }
+    Ok(Some(ring))
+}
+
+fn seed_list(mesh: &MeshSettings) -> Result<SeedList, StartError> {
+    let seeds: Result<Vec<Seed>, _> = mesh.seeds.iter().map(|seed| seed.parse()).collect();
+    seeds
+        .and_then(SeedList::new)
+        .map_err(|error| StartError::File(format!("--seeds: {error}")))
+}
+
+fn api_config(config: &NodeConfig) -> Result<ApiConfig, StartError> {
+    let read = |path: &Path, what: &str| {
+        std::fs::read(path).map_err(|error| {
+            StartError::File(format!(
+                "the {what} {} cannot be read: {error}",
+                path.display()
+            ))
+        })
+    };
+    let http = &config.http;
+    let keys = match &http.api_key_file {
+        None => None,
+        Some(path) => {
+            let text = String::from_utf8_lossy(&read(path, "API key file")?).into_owned();
+            let keys = ApiKeys::parse(&text);
+            Some(keys.map_err(|error| StartError::File(format!("{}: {error}", path.display())))?)
+        }
+    };
+    let tls = match &http.tls {
+        None => None,
+        Some(files) => {
+            let pem = (
+                read(&files.cert, "certificate")?,
+                read(&files.key, "private key")?,
+            );
+            let tls = Tls::from_pem(&pem.0, &pem.1);
+            Some(tls.map_err(|error| StartError::File(format!("--tls-cert, --tls-key: {error}")))?)
+        }
+    };
+    Ok(ApiConfig {
+        keys,
+        tls,
+        max_body: http.max_body_bytes,
+        max_requests: http.max_requests,
+        max_connections: http.max_requests + SPARE_CONNECTIONS,
+        header_timeout: http.header_timeout,
+        stall_timeout: http.stall_timeout,
+        ..ApiConfig::default()
+    })
+}
+
+fn host_settings(config: &NodeConfig) -> HostSettings {
+    let dispatch = &config.dispatch;
+    HostSettings {
+        lease: dispatch.lease,
+        redirect_below: Freeness::of_blocks(i64::from(dispatch.redirect_below)),
+        probe_deadline: dispatch.offer_timeout / PROBE_SHARE,
+        max_view_age: dispatch.max_view_age,
+    }
+}
+
+fn home_settings(config: &NodeConfig) -> HomeSettings {
+    let dispatch = &config.dispatch;
+    HomeSettings {
+        policy: dispatch.policy,
+        placement: PlacementLimits {
+            max_view_age: dispatch.max_view_age,
+            max_offers: u32::from(dispatch.max_retries) + 1,
+        },
+        offer_deadline: dispatch.offer_timeout,
+        start_deadline: START_DEADLINE,
+        max_replays: u32::from(dispatch.max_retries),
+        stall_deadline: config.http.stall_timeout,
+        retry_after: RETRY_AFTER,
+    }
+}
+
+/// A generator seeded by the system: the one place where chance enters a node.
+fn rng() -> Result<StdRng, StartError> {
+    let mut seed = [0; 32];
+    SystemRandom::new()
+        .fill(&mut seed)
+        .map_err(|_| StartError::File("the system gives no random bytes".into()))?;
+    Ok(StdRng::from_seed(seed))
+}
+
+fn listening(
+    purpose: &'static str,
+    address: SocketAddr,
+    reason: &dyn std::fmt::Display,
+    flag: &'static str,
+) -> StartError {
+    StartError::Listen {
+        purpose,
+        address,
+        reason: reason.to_string(),
+        flag,
+    }
+}
+
+fn plane(plane: &'static str, reason: &dyn std::fmt::Display) -> StartError {
+    StartError::Plane {
+        plane,
+        reason: reason.to_string(),
+    }
+}
