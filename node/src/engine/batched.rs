@@ -9,6 +9,8 @@ mod engine;
 mod executor;
 mod jobs;
 mod prepare;
+#[cfg(test)]
+mod tests;
 mod thread;
 
 pub use self::core::{
