@@ -26,6 +26,13 @@
 //! Deliberately absent: cores ([`seal`](Framing), roster, seed book) read no clock, draw no entropy and do not
 //! await; libraries log at debug and trace only, and the gossip library's own warnings
 //! (target `chitchat`) are best filtered to errors.
+//!
+//! Known gaps, all of them in what a *holder of the key* can do, since the gossip library relays records of third
+//! parties and its messages cannot be looked into: it can speak for any node, fill the digest with made-up
+//! nodes, bloat its own record, send a message that unpacks to some hundred megabytes for a moment, and make
+//! the library panic (the task starts again, at most eight times in a row). Clocks of hosts must agree within
+//! [`MAX_CLOCK_SKEW`]. Two nodes that start in the same millisecond beyond the limit of the mesh are ordered
+//! by name; a burst of newcomers can pass the limit for the second or two until they learn of each other.
 
 // Vocabulary.
 mod clock;

@@ -76,7 +76,7 @@ pub struct Gossip {
     health: watch::Receiver<Health>,
     seeds: watch::Receiver<SeedState>,
     counters: Arc<Counters>,
-    tasks: JoinSet<()>,
+    tasks: tokio::sync::Mutex<JoinSet<()>>,
 }
 
 impl Gossip {
@@ -148,7 +148,7 @@ impl Gossip {
             health,
             seeds,
             counters,
-            tasks,
+            tasks: tokio::sync::Mutex::new(tasks),
         })
     }
 
@@ -157,8 +157,8 @@ impl Gossip {
         self.node
     }
 
-    /// Publishes the node's load; the latest wins. It goes out at once when `readiness` changed or
-    /// an interval has passed since the last one, else when the interval is over.
+    /// Publishes the node's load; the latest wins. It goes out at once when `readiness` changed or a
+    /// fifth of an interval has passed since the last one, else when that is over.
     ///
     /// Call it at least once per gossip interval with a raised `seq`, also when nothing changed: the age that
     /// others see counts from the last new load, so that a node whose load loop is stuck looks old
@@ -216,18 +216,20 @@ impl Gossip {
         }
     }
 
-    /// Ends the gossip, within two seconds. Without [`leave`](Self::leave) before, the others see a death.
-    pub async fn shutdown(mut self) {
+    /// Ends the gossip, within two seconds; again is harmless. Without [`leave`](Self::leave) before,
+    /// the others see a death. The watched values keep their last state.
+    pub async fn shutdown(&self) {
         self.stop.cancel();
+        let mut tasks = self.tasks.lock().await;
         let ended = timeout(STOP_WAIT, async {
-            while let Some(ended) = self.tasks.join_next().await {
+            while let Some(ended) = tasks.join_next().await {
                 if let Err(error) = ended {
                     tracing::debug!(%error, "a gossip task ended early");
                 }
             }
         });
         if ended.await.is_err() {
-            self.tasks.abort_all();
+            tasks.abort_all();
         }
     }
 }
