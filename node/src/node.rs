@@ -206,10 +206,7 @@ impl Node {
         in_time("control plane", self.control.shutdown()).await;
         in_time("engine", self.engine.shutdown()).await;
         in_time("background tasks", self.background.wait()).await;
-        // The tasks that shared it have ended; if one has not, the thread ends it.
-        if let Some(gossip) = Arc::into_inner(self.gossip) {
-            in_time("state plane", gossip.shutdown()).await;
-        }
+        in_time("state plane", self.gossip.shutdown()).await;
         if let Err(error) = self.gossip_thread.shutdown(CLOSE_PATIENCE).await {
             warn!(%error, "the gossip thread did not close in time");
         }

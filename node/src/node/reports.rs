@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use shoal_gossip::{Gossip, Health, SeedState};
+use shoal_gossip::{Gossip, GossipStats, Health, SeedState};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
@@ -47,6 +47,7 @@ pub(super) async fn publish_load(
 pub(super) async fn keep_metrics(
     metrics: Arc<Metrics>,
     knowledge: Arc<Knowledge>,
+    gossip: Arc<Gossip>,
     stop: CancellationToken,
 ) {
     let mut tick = interval(METRICS_UPKEEP);
@@ -58,7 +59,29 @@ pub(super) async fn keep_metrics(
             _ = tick.tick() => {}
         }
         metrics.show_view(&knowledge.view(), knowledge.now());
+        show_gossip(&metrics, &gossip.stats());
         metrics.upkeep();
+    }
+}
+
+fn show_gossip(metrics: &Metrics, stats: &GossipStats) {
+    metrics.gossip_datagrams("sent", stats.datagrams_out);
+    metrics.gossip_datagrams("received", stats.datagrams_in);
+    let dropped = [
+        ("truncated", stats.dropped_truncated),
+        ("oversized", stats.dropped_oversized),
+        ("version", stats.dropped_version),
+        ("keyless", stats.dropped_keyless),
+        ("wrong_key", stats.dropped_wrong_key),
+        ("stale", stats.dropped_stale),
+        ("replayed", stats.dropped_replayed),
+        ("senders", stats.dropped_senders),
+        ("malformed", stats.dropped_malformed),
+        ("unsent_oversized", stats.unsent_oversized),
+        ("unsent_refused", stats.unsent_refused),
+    ];
+    for (reason, so_far) in dropped {
+        metrics.gossip_dropped(reason, so_far);
     }
 }
 

@@ -66,88 +66,25 @@ pub(super) async fn start(config: NodeConfig) -> Result<Node, StartError> {
     let api = api_config(&config)?;
     let seeds = seed_list(&config.mesh)?;
     let base = base(config).await?;
-    let loads = Arc::new(LoadSource::new(Arc::clone(&base.engine), base.incarnation));
     let (view, views) = watch::channel(nobody(&base));
-    let metrics = Arc::new(Metrics::new(
-        base.identity.node_id(),
-        env!("CARGO_PKG_VERSION"),
-    ));
-    let knowledge = Arc::new(Knowledge::new(
-        Arc::clone(&base.clock),
-        Arc::clone(&loads),
-        views.clone(),
-        base.config.dispatch.policy,
-        rng()?,
-    ));
-    let host = Arc::new(Host::new(
-        Arc::clone(&base.engine),
-        Arc::clone(&loads),
-        Arc::clone(&knowledge),
-        Arc::clone(&metrics),
-        host_settings(&base.config),
-    ));
+    let sides = sides(&base, views.clone())?;
     let thread = GossipThread::start().map_err(|error| plane("state", &error))?;
-    let planes = planes(&base, &thread, &host, views).await?;
-    let stop = Stop::default();
-    let background = TaskTracker::new();
+    let planes = planes(&base, &thread, &sides.host, views).await?;
     let gossip = Arc::new(gossip(&base, &planes, (keys, seeds), &thread)?);
-    gossip.publish(loads.summary());
-    background.spawn(forward_views(gossip.view(), view, stop.closed.clone()));
+    gossip.publish(sides.loads.summary());
 
+    let stop = Stop::default();
     let requests = TaskTracker::new();
-    let links = Links::new(
-        base.identity.node_id(),
-        host,
-        Arc::clone(&planes.control) as _,
-        Arc::clone(&planes.streams) as _,
-        requests.clone(),
-    );
-    let home = Home::new(
-        HomeParts {
-            engine: Arc::clone(&base.engine),
-            links: Arc::new(links),
-            knowledge: Arc::clone(&knowledge),
-            metrics: Arc::clone(&metrics),
-            rng: rng()?,
-            tasks: requests.clone(),
-            hurry: stop.hurry.clone(),
-        },
-        home_settings(&base.config),
-    );
-    let front = Arc::new(Front::new(
-        Arc::new(home),
-        Arc::clone(&knowledge),
-        base.config.dispatch.max_view_age,
-    ));
-    let (fatal, failures) = mpsc::channel(1);
-    background.spawn(reports::publish_load(
-        Arc::clone(&base.engine),
-        Arc::clone(&loads),
-        Arc::clone(&gossip),
-        base.config.gossip.interval,
-        stop.closed.clone(),
-    ));
-    background.spawn(reports::keep_metrics(
-        Arc::clone(&metrics),
-        Arc::clone(&knowledge),
-        stop.closed.clone(),
-    ));
-    background.spawn(reports::watch_seeds(
-        gossip.seeds(),
-        !base.config.mesh.seeds.is_empty(),
-        stop.closed.clone(),
-    ));
-    background.spawn(reports::watch_health(
-        gossip.health(),
-        fatal,
-        stop.closed.clone(),
-    ));
+    let front = front(&base, &sides, &planes, &requests, &stop)?;
+    let background = TaskTracker::new();
+    background.spawn(forward_views(gossip.view(), view, stop.closed.clone()));
+    let failures = report(&base, &sides, &gossip, (&background, &stop));
     let server = background.spawn(api::serve(
         base.listener,
         api,
         Backend {
             frontend: Arc::clone(&front) as _,
-            metrics,
+            metrics: Arc::clone(&sides.metrics),
         },
         Shutdown {
             stop: stop.closing.clone(),
@@ -163,8 +100,8 @@ pub(super) async fn start(config: NodeConfig) -> Result<Node, StartError> {
         stream_addr: planes.stream,
         deadline: base.config.shutdown.deadline,
         engine: base.engine,
-        loads,
-        knowledge,
+        loads: sides.loads,
+        knowledge: sides.knowledge,
         front,
         gossip,
         gossip_thread: thread,
@@ -177,6 +114,109 @@ pub(super) async fn start(config: NodeConfig) -> Result<Node, StartError> {
         failures,
         _identity: base.identity,
     })
+}
+
+/// What home and host share, and the host.
+struct Sides {
+    loads: Arc<LoadSource>,
+    knowledge: Arc<Knowledge>,
+    metrics: Arc<Metrics>,
+    host: Arc<Host>,
+}
+
+fn sides(base: &Base, views: watch::Receiver<Arc<ClusterView>>) -> Result<Sides, StartError> {
+    let loads = Arc::new(LoadSource::new(Arc::clone(&base.engine), base.incarnation));
+    let metrics = Arc::new(Metrics::new(
+        base.identity.node_id(),
+        env!("CARGO_PKG_VERSION"),
+    ));
+    let knowledge = Arc::new(Knowledge::new(
+        Arc::clone(&base.clock),
+        Arc::clone(&loads),
+        views,
+        base.config.dispatch.policy,
+        rng()?,
+    ));
+    let host = Arc::new(Host::new(
+        Arc::clone(&base.engine),
+        Arc::clone(&loads),
+        Arc::clone(&knowledge),
+        Arc::clone(&metrics),
+        host_settings(&base.config),
+    ));
+    Ok(Sides {
+        loads,
+        knowledge,
+        metrics,
+        host,
+    })
+}
+
+fn front(
+    base: &Base,
+    sides: &Sides,
+    planes: &Planes,
+    requests: &TaskTracker,
+    stop: &Stop,
+) -> Result<Arc<Front>, StartError> {
+    let links = Links::new(
+        base.identity.node_id(),
+        Arc::clone(&sides.host),
+        Arc::clone(&planes.control) as _,
+        Arc::clone(&planes.streams) as _,
+        requests.clone(),
+    );
+    let home = Home::new(
+        HomeParts {
+            engine: Arc::clone(&base.engine),
+            links: Arc::new(links),
+            knowledge: Arc::clone(&sides.knowledge),
+            metrics: Arc::clone(&sides.metrics),
+            rng: rng()?,
+            tasks: requests.clone(),
+            hurry: stop.hurry.clone(),
+        },
+        home_settings(&base.config),
+    );
+    Ok(Arc::new(Front::new(
+        Arc::new(home),
+        Arc::clone(&sides.knowledge),
+        base.config.dispatch.max_view_age,
+    )))
+}
+
+/// Starts everything that keeps telling. What the node cannot go on with comes out of the receiver.
+fn report(
+    base: &Base,
+    sides: &Sides,
+    gossip: &Arc<Gossip>,
+    (background, stop): (&TaskTracker, &Stop),
+) -> mpsc::Receiver<String> {
+    let (fatal, failures) = mpsc::channel(1);
+    background.spawn(reports::publish_load(
+        Arc::clone(&base.engine),
+        Arc::clone(&sides.loads),
+        Arc::clone(gossip),
+        base.config.gossip.interval,
+        stop.closed.clone(),
+    ));
+    background.spawn(reports::keep_metrics(
+        Arc::clone(&sides.metrics),
+        Arc::clone(&sides.knowledge),
+        Arc::clone(gossip),
+        stop.closed.clone(),
+    ));
+    background.spawn(reports::watch_seeds(
+        gossip.seeds(),
+        !base.config.mesh.seeds.is_empty(),
+        stop.closed.clone(),
+    ));
+    background.spawn(reports::watch_health(
+        gossip.health(),
+        fatal,
+        stop.closed.clone(),
+    ));
+    failures
 }
 
 /// Identity, addresses and engine. The client port is bound before the model is loaded: a port in use
