@@ -32,6 +32,7 @@ async fn streams_of_a_killed_host_go_on_elsewhere_without_a_repeated_or_missing_
         }
     }))
     .await;
+    cluster.seen_empty().await;
     let mut streams = Vec::new();
     for number in 0..12 {
         let entry = number % 2;

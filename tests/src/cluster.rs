@@ -197,6 +197,25 @@ impl Cluster {
         }
     }
 
+    /// Waits until every running node also *sees* all nodes idle, which is a gossip round later.
+    pub async fn seen_empty(&self) {
+        self.empty().await;
+        for node in self.nodes.iter().flatten() {
+            until("idle rows", || async {
+                let view = self.view(node.http_addr()).await?;
+                let idle = view
+                    .iter()
+                    .all(|row| row["load"]["running"] == 0 && row["load"]["reserved_blocks"] == 0);
+                if idle {
+                    Ok(())
+                } else {
+                    Err(format!("{view:#?}"))
+                }
+            })
+            .await;
+        }
+    }
+
     /// Ends a node as SIGKILL would, as far as others can tell: no goodbye, no answer.
     pub fn kill(&mut self, index: usize) {
         if let Some(node) = self.nodes[index].take() {
