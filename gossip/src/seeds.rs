@@ -229,6 +229,13 @@ impl SeedBook {
         self.unresolved = unresolved.to_vec();
     }
 
+    /// A neighbour was found by other means: greeted for as long as a lost peer.
+    pub(crate) fn met(&mut self, now: Timestamp, address: SocketAddr) {
+        if self.lost.len() < MAX_LOST && !self.live.contains(&address) {
+            self.lost.insert(address, now);
+        }
+    }
+
     /// Takes note of the addresses of all other live nodes.
     pub(crate) fn live(&mut self, now: Timestamp, live: BTreeSet<SocketAddr>) {
         if live.is_empty() && !self.live.is_empty() {

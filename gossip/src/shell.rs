@@ -4,12 +4,13 @@ mod session;
 mod task;
 mod thread;
 
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use ring::rand::{SecureRandom, SystemRandom};
 use tokio::runtime::Handle;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -31,6 +32,10 @@ use crate::wire::{FactsError, pack_facts};
 pub use thread::{GossipThread, ThreadStuck};
 
 use task::{Task, Tell};
+
+/// Neighbours that may wait to be greeted. They come one by one from a local network, and the task takes
+/// them in microseconds.
+const NEIGHBOURS: usize = 64;
 
 /// Longest wait for the task to end after it was told to.
 const STOP_WAIT: Duration = Duration::from_secs(2);
@@ -70,6 +75,7 @@ pub struct Gossip {
     interval: Duration,
     loads: watch::Sender<Option<LoadSummary>>,
     facts: watch::Sender<Arc<NodeFacts>>,
+    neighbours: mpsc::Sender<SocketAddr>,
     leaving: CancellationToken,
     stop: CancellationToken,
     view: watch::Receiver<Arc<ClusterView>>,
@@ -108,6 +114,7 @@ impl Gossip {
         let (seeds_told, seeds) = watch::channel(book.state());
         let (alone_told, alone) = watch::channel(true);
         let (resolved_told, resolved) = watch::channel(Resolved::default());
+        let (neighbours, met) = mpsc::channel(NEIGHBOURS);
         let (leaving, stop) = (CancellationToken::new(), CancellationToken::new());
         let counters = Arc::new(Counters::default());
         let mut tasks = JoinSet::new();
@@ -122,6 +129,7 @@ impl Gossip {
             loads: loads_seen,
             facts: facts_seen,
             resolved,
+            met,
             leaving: leaving.clone(),
             stop: stop.clone(),
             tell: Tell {
@@ -142,6 +150,7 @@ impl Gossip {
             interval,
             loads,
             facts,
+            neighbours,
             leaving,
             stop,
             view,
@@ -180,6 +189,14 @@ impl Gossip {
         pack_facts(&facts)?;
         self.facts.send_replace(Arc::new(facts));
         Ok(())
+    }
+
+    /// Gossip at `address` that was found by other means than seeds, such as mDNS. It is greeted for an
+    /// hour, as a lost peer is. Beyond what can be taken in, it is forgotten.
+    pub fn meet(&self, address: SocketAddr) {
+        if self.neighbours.try_send(address).is_err() {
+            tracing::debug!(%address, "too many neighbours at once");
+        }
     }
 
     /// The view, made anew at most every 20 ms when something changed.

@@ -3,6 +3,7 @@
 //! Exit status: 0 done, 1 could not be done (the reason is on standard error), 2 the command line
 //! itself is wrong.
 
+mod bench;
 mod keygen;
 mod logging;
 mod node;
@@ -29,6 +30,8 @@ enum Job {
     Node(Box<node::NodeArgs>),
     /// Make the key that admits nodes to a mesh.
     Keygen(keygen::KeygenArgs),
+    /// Measure this program by itself.
+    Bench(bench::BenchArgs),
     /// Show the mesh as one of its nodes sees it.
     Status(status::StatusArgs),
 }
@@ -42,6 +45,7 @@ pub fn main(serve: impl FnOnce(NodeConfig) -> ExitCode) -> ExitCode {
     };
     match cli.job {
         Job::Node(args) => node::run(&args, &matches, serve),
+        Job::Bench(args) => bench::run(&args),
         Job::Keygen(args) => keygen::run(&args),
         Job::Status(args) => status::run(&args),
     }

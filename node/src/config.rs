@@ -28,7 +28,7 @@ pub use crate::dispatch::PolicyName;
 pub use check::Surroundings;
 pub use error::ConfigError;
 pub use inspect::inspect;
-pub use layers::load;
+pub use layers::{from_flags, load};
 pub use raw::{Described, RawBasics, RawDispatch, RawEngine, RawHttp, RawMesh, RawNode, describe};
 
 /// Mesh port when none is named; streams and gossip take the next one.

@@ -55,6 +55,7 @@ enum Input {
     Load,
     Facts,
     Resolved,
+    Met(SocketAddr),
     LoadDue,
     Changed,
     ViewDue,
@@ -178,6 +179,7 @@ impl<'a> Session<'a> {
                 Err(_) => Input::Stop,
             },
             Ok(()) = self.task.resolved.changed() => Input::Resolved,
+            Some(address) = self.task.met.recv() => Input::Met(address),
             () = until(now, self.load_due) => Input::LoadDue,
             () = until(now, goodbye_due) => Input::GoodbyeDue,
             () = self.changed.notified(), if !view_pending => Input::Changed,
@@ -204,6 +206,7 @@ impl<'a> Session<'a> {
                 drop(resolved);
                 self.contact_seeds();
             }
+            Input::Met(address) => self.task.book.met(self.task.clock.now(), address),
             Input::SeedsDue => self.contact_seeds(),
             Input::Changed => self.want_view(),
             Input::ViewDue => return self.look_around().await,

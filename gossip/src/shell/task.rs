@@ -1,9 +1,10 @@
 //! The task over all its sessions with the gossip library: start, restart, give up.
 
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
@@ -58,6 +59,8 @@ pub(super) struct Task {
     pub(super) loads: watch::Receiver<Option<LoadSummary>>,
     pub(super) facts: watch::Receiver<Arc<NodeFacts>>,
     pub(super) resolved: watch::Receiver<Resolved>,
+    /// Neighbours found by other means.
+    pub(super) met: mpsc::Receiver<SocketAddr>,
     pub(super) leaving: CancellationToken,
     pub(super) stop: CancellationToken,
     pub(super) tell: Tell,

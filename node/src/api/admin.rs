@@ -8,9 +8,10 @@ use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::IntoResponse;
 use serde::Serialize;
-use shoal_gossip::{ClusterView, LoadSummary, ModelFacts, NodeRow, Readiness, Timestamp};
+use shoal_gossip::{Blocks, ClusterView, LoadSummary, ModelFacts, NodeRow, Readiness, Timestamp};
 
 use crate::api::Api;
+use crate::dispatch::Freeness;
 use crate::metrics::CONTENT_TYPE as METRICS_TYPE;
 
 /// What load balancers and people ask. "Worker" is the word of the other routers for a node that can run
@@ -133,6 +134,8 @@ struct LoadBody {
     queue_room: u32,
     prefill_backlog_tokens: u32,
     step_time_us: u32,
+    /// KV blocks left per request, for a new request; null when the node takes none.
+    freeness_blocks: Option<f64>,
 }
 
 fn milliseconds(age: std::time::Duration) -> f64 {
@@ -204,6 +207,8 @@ impl LoadBody {
             queue_room: load.queue_room,
             prefill_backlog_tokens: load.prefill_backlog.0,
             step_time_us: load.step_time_us,
+            freeness_blocks: Some(Freeness::for_dispatch(&load, Blocks::ZERO).blocks())
+                .filter(|blocks| blocks.is_finite()),
         }
     }
 }

@@ -103,6 +103,27 @@ pub async fn run(
     })
 }
 
+/// Waits until `node` can have the model run somewhere.
+///
+/// # Errors
+/// When nobody serves it within ten seconds.
+pub async fn until_served(node: SocketAddr, model: &str) -> std::result::Result<(), String> {
+    let client: Client<HttpConnector, Full<Bytes>> =
+        Client::builder(TokioExecutor::new()).build_http();
+    let body = Bytes::from(
+        serde_json::json!({"model": model, "prompt": "Anybody?", "max_tokens": 1}).to_string(),
+    );
+    let mut last = String::new();
+    for _ in 0..200 {
+        match ask(&client, node, &body).await {
+            Ok(_) => return Ok(()),
+            Err(error) => last = error,
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    Err(last)
+}
+
 async fn turn(
     client: &Client<HttpConnector, Full<Bytes>>,
     node: SocketAddr,

@@ -7,12 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
-use ring::rand::{SecureRandom, SystemRandom};
+use shoal_gossip::ClusterKey;
 
 use crate::cli::output::{fail, print};
-
-/// Bytes of a cluster key.
-const KEY_BYTES: usize = 32;
 
 /// Flags of `shoal keygen`.
 #[derive(Debug, Args)]
@@ -24,8 +21,9 @@ pub(super) struct KeygenArgs {
 
 /// Runs `shoal keygen`.
 pub(super) fn run(args: &KeygenArgs) -> ExitCode {
-    let Some(key) = generate() else {
-        return fail("the system gave no random bytes; nothing was written");
+    let key = match ClusterKey::generate() {
+        Ok(key) => format!("{}\n", key.to_text()),
+        Err(error) => return fail(format_args!("{error}; nothing was written")),
     };
     match &args.out {
         None => print(&key),
@@ -41,14 +39,6 @@ pub(super) fn run(args: &KeygenArgs) -> ExitCode {
             Err(error) => fail(format_args!("cannot write {}: {error}", path.display())),
         },
     }
-}
-
-/// A key as its file holds it: 64 hex digits and a line end.
-fn generate() -> Option<String> {
-    let mut bytes = [0; KEY_BYTES];
-    SystemRandom::new().fill(&mut bytes).ok()?;
-    let digits = bytes.iter().map(|byte| format!("{byte:02x}"));
-    Some(digits.chain(["\n".to_owned()]).collect())
 }
 
 /// Makes the file, readable by its owner only, or fails if there is one.
@@ -71,9 +61,10 @@ mod tests {
 
     #[test]
     fn two_keys_differ_and_are_64_hex_digits() {
-        let (one, two) = (generate().unwrap(), generate().unwrap());
+        let key = || ClusterKey::generate().unwrap().to_text();
+        let (one, two) = (key(), key());
         assert_ne!(one, two);
-        assert_eq!(one.len(), 65);
+        assert_eq!(one.len(), 64);
         assert!(one.trim().bytes().all(|c| c.is_ascii_hexdigit()), "{one}");
     }
 

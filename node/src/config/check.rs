@@ -20,6 +20,7 @@ use crate::config::{
     LlamaSettings, LogSettings, MAX_BODY_BYTES, NodeConfig, RawNode, ShutdownSettings, SimSettings,
     TlsFiles,
 };
+use crate::engine::llama::{MAX_CONTEXT_TOKENS, MAX_STEP_TOKENS};
 use crate::mesh::messages::MAX_EXCLUDED;
 
 /// KV of the embedded engine unless said otherwise: one full context of the demo model, 95 to 180 MB.
@@ -31,6 +32,9 @@ const LLAMA_MAX_SEQUENCES: u32 = 8;
 /// Tokens of a step of the embedded engine: measured, 48 prefill tokens keep a step near 250 ms on
 /// two cores; the rest is room for eight sequences that decode.
 const LLAMA_STEP_TOKENS: u32 = 64;
+
+/// Tokens of a step that are left for prompts at least, when many sequences may decode.
+const LLAMA_PROMPT_TOKENS: u32 = 16;
 
 /// llama.cpp's own bound on sequences in a context.
 const LLAMA_SEQUENCES_BOUND: u32 = 256;
@@ -262,7 +266,11 @@ fn llama(raw: &RawEngine, surroundings: &Surroundings) -> Result<LlamaSettings, 
         ));
     }
     let context = raw.context.unwrap_or(LLAMA_CONTEXT);
-    let context = within("--context", context, LLAMA_CONTEXT_GRAIN..=i32::MAX as u32)?;
+    let context = within(
+        "--context",
+        context,
+        LLAMA_CONTEXT_GRAIN..=MAX_CONTEXT_TOKENS,
+    )?;
     let max_sequences = raw.max_sequences.unwrap_or(LLAMA_MAX_SEQUENCES);
     let max_sequences = within("--max-sequences", max_sequences, 1..=LLAMA_SEQUENCES_BOUND)?;
     let share = context / max_sequences;
@@ -284,8 +292,9 @@ fn llama(raw: &RawEngine, surroundings: &Surroundings) -> Result<LlamaSettings, 
         context,
         max_sequences,
         step_tokens: step_tokens_of(
-            raw.step_tokens
-                .unwrap_or_else(|| LLAMA_STEP_TOKENS.max(max_sequences)),
+            raw.step_tokens.unwrap_or_else(|| {
+                LLAMA_STEP_TOKENS.max(max_sequences.saturating_add(LLAMA_PROMPT_TOKENS))
+            }),
             max_sequences,
         )?,
         threads: within(
@@ -327,14 +336,14 @@ fn sim(raw: &RawEngine, profile: &str, given: &Given) -> Result<SimSettings, Con
 }
 
 fn step_tokens_of(tokens: u32, max_sequences: u32) -> Result<u32, ConfigError> {
-    if tokens < max_sequences {
+    if tokens <= max_sequences {
         return Err(wrong(
             "--step-tokens",
             format!("{tokens} tokens a step cannot serve {max_sequences} sequences"),
-            "give at least one token for each of --max-sequences",
+            "give more than one token for each of --max-sequences, so that prompts advance while all decode",
         ));
     }
-    within("--step-tokens", tokens, 1..=65_536)
+    within("--step-tokens", tokens, 1..=MAX_STEP_TOKENS)
 }
 
 fn model_id(id: String) -> Result<String, ConfigError> {

@@ -9,14 +9,12 @@ use std::path::Path;
 
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use shoal_gossip::{ClusterKey, KeyRing};
 
 use crate::config::{EngineKind, KeySource, NodeConfig};
 
 /// First bytes of every GGUF file.
 const GGUF_MAGIC: &[u8; 4] = b"GGUF";
-
-/// Hex digits of a cluster key.
-const KEY_DIGITS: usize = 64;
 
 /// Largest file of keys that is read: some hundred API keys. A path to something huge must not fill
 /// the memory.
@@ -31,10 +29,8 @@ pub fn inspect(config: &NodeConfig) -> Vec<String> {
         KeySource::None => {}
         KeySource::File(path) => key_file("--cluster-key-file", path, &mut problems),
         KeySource::Text(text) => {
-            if !is_key(text) {
-                problems.push(format!(
-                    "SHOAL_CLUSTER_KEY: {NOT_A_KEY}; make one with `shoal keygen`"
-                ));
+            if let Err(error) = text.parse::<ClusterKey>() {
+                problems.push(format!("SHOAL_CLUSTER_KEY: {error}"));
             }
         }
     }
@@ -61,8 +57,6 @@ pub fn inspect(config: &NodeConfig) -> Vec<String> {
     }
     problems
 }
-
-const NOT_A_KEY: &str = "not a cluster key (64 hex digits)";
 
 fn said(flag: &str, path: &Path, what: impl std::fmt::Display) -> String {
     format!("{flag} {}: {what}", path.display())
@@ -115,14 +109,8 @@ fn model(path: &Path, problems: &mut Vec<String>) {
 }
 
 fn key_file(flag: &str, path: &Path, problems: &mut Vec<String>) {
-    match small_text(path) {
-        Ok(text) if is_key(&text) => {}
-        Ok(_) => problems.push(said(
-            flag,
-            path,
-            format_args!("{NOT_A_KEY}; make one with `shoal keygen --out FILE`"),
-        )),
-        Err(error) => problems.push(said(flag, path, error)),
+    if let Err(error) = KeyRing::read(path) {
+        problems.push(said(flag, path, error));
     }
 }
 
@@ -136,17 +124,6 @@ fn api_keys(path: &Path, problems: &mut Vec<String>) {
         )),
         Err(error) => problems.push(said("--api-key-file", path, error)),
     }
-}
-
-/// One key a line, blank lines and `#` comments apart; at least one.
-fn is_key(text: &str) -> bool {
-    let mut keys = text
-        .lines()
-        .map(str::trim)
-        .filter(|line| !line.is_empty() && !line.starts_with('#'))
-        .peekable();
-    keys.peek().is_some()
-        && keys.all(|key| key.len() == KEY_DIGITS && key.bytes().all(|c| c.is_ascii_hexdigit()))
 }
 
 /// Opens a regular file; opening a directory works on Unix and only reading it fails, with a worse text.

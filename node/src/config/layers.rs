@@ -49,6 +49,17 @@ pub fn load(
     Ok(config)
 }
 
+/// A configuration from flags alone, whatever environment the process has: for parts of the program
+/// that start nodes themselves.
+///
+/// # Errors
+/// As [`load`].
+pub fn from_flags<'a>(flags: impl IntoIterator<Item = &'a str>) -> Result<NodeConfig, ConfigError> {
+    let command = bare_command().mut_args(|arg| arg.env(None::<&str>));
+    let matches = command.try_get_matches_from(["shoal"].into_iter().chain(flags))?;
+    load(&matches, None, &Surroundings::default())
+}
+
 /// Which settings somebody gave, as opposed to those that stand at their default.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Given(Vec<String>);

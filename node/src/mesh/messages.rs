@@ -14,7 +14,7 @@ pub const PROTOCOL: u16 = 1;
 /// takes under 1 KiB; four times that leaves room for what comes.
 pub const MAX_CONTROL_BYTES: usize = 4 * 1024;
 
-/// Longest submission in bytes: the largest client body (`--max-body`, at most 16 MiB) plus prompt and
+/// Longest submission in bytes: the largest client body (`--max-body-bytes`, at most 16 MiB) plus prompt and
 /// generated ids of the longest context (4 bytes at most each for 2 M tokens).
 pub const MAX_SUBMIT_BYTES: usize = 24 * 1024 * 1024;
 

@@ -7,11 +7,12 @@ use shoal_gossip::{Gossip, GossipStats, Health, SeedState};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
-use tracing::{error, info, warn};
+use tracing::{debug, error, info, warn};
 
 use crate::engine::Engine;
 use crate::knowledge::Knowledge;
 use crate::load::LoadSource;
+use crate::mesh::control::ControlNode;
 use crate::metrics::Metrics;
 
 /// Time between two folds of the metrics' observations into their buckets.
@@ -82,6 +83,28 @@ fn show_gossip(metrics: &Metrics, stats: &GossipStats) {
     ];
     for (reason, so_far) in dropped {
         metrics.gossip_dropped(reason, so_far);
+    }
+}
+
+/// Hands neighbours that mDNS found to the state plane, which admits them only under the cluster key.
+/// mDNS tells the control port; streams and gossip are on the next one, as `--mesh-port` sets them.
+pub(super) async fn greet_neighbours(
+    control: Arc<ControlNode>,
+    gossip: Arc<Gossip>,
+    stop: CancellationToken,
+) {
+    loop {
+        let found = tokio::select! {
+            biased;
+            () = stop.cancelled() => return,
+            found = control.discovered() => found,
+        };
+        let Some(mut address) = found else { return };
+        if let Some(port) = address.port().checked_add(1) {
+            address.set_port(port);
+            debug!(%address, "a neighbour, by mDNS");
+            gossip.meet(address);
+        }
     }
 }
 

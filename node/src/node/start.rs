@@ -79,6 +79,13 @@ pub(super) async fn start(config: NodeConfig) -> Result<Node, StartError> {
     let background = TaskTracker::new();
     background.spawn(forward_views(gossip.view(), view, stop.closed.clone()));
     let failures = report(&base, &sides, &gossip, (&background, &stop));
+    if base.config.mesh.mdns {
+        background.spawn(reports::greet_neighbours(
+            Arc::clone(&planes.control),
+            Arc::clone(&gossip),
+            stop.closed.clone(),
+        ));
+    }
     let server = background.spawn(api::serve(
         base.listener,
         api,

@@ -1,0 +1,223 @@
+//! The node as a process: signals, ports, identities, files that are not what they should be.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::path::Path;
+use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
+use std::sync::mpsc;
+use std::time::Duration;
+
+/// How long anything may take before a test fails.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A running `shoal node`, ended with the test.
+struct Process {
+    child: Child,
+    lines: mpsc::Receiver<String>,
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may have ended already.
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+fn command(home: &Path, flags: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_shoal"));
+    command
+        .arg("node")
+        .args(["--http-port", "0", "--mesh-port", "0", "--engine", "sim:a10/llama-2-7b"])
+        .args(["--sim-speed", "100", "--model-id", "m", "--data-dir"])
+        .arg(home)
+        .args(flags)
+        .env_clear()
+        .env("NO_COLOR", "1")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+fn start(home: &Path, flags: &[&str]) -> Process {
+    let mut child = command(home, flags).spawn().expect("the binary runs");
+    let (sender, lines) = mpsc::channel();
+    let out = child.stdout.take().expect("a pipe");
+    let err: ChildStderr = child.stderr.take().expect("a pipe");
+    for stream in [Box::new(out) as Box<dyn Read + Send>, Box::new(err)] {
+        let sender = sender.clone();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stream).lines().map_while(Result::ok) {
+                // The test may have ended.
+                drop(sender.send(line));
+            }
+        });
+    }
+    Process { child, lines }
+}
+
+impl Process {
+    /// The first line of its log that holds `text`.
+    fn says(&self, text: &str) -> String {
+        let mut seen = Vec::new();
+        loop {
+            match self.lines.recv_timeout(PATIENCE) {
+                Ok(line) if line.contains(text) => return line,
+                Ok(line) => seen.push(line),
+                Err(_) => panic!("{text:?} was not said; instead: {seen:#?}"),
+            }
+        }
+    }
+
+    /// Where clients ask it, once it serves.
+    fn http(&self) -> String {
+        let line = self.says("serving");
+        let at = line.split("http=").nth(1).expect("an address");
+        at.split_whitespace().next().expect("an address").to_owned()
+    }
+
+    fn signal(&self, name: &str) {
+        let status = Command::new("kill")
+            .args([&format!("-{name}"), &self.child.id().to_string()])
+            .status();
+        assert!(status.expect("kill runs").success());
+    }
+
+    fn ended(&mut self) -> ExitStatus {
+        let (sender, ended) = mpsc::channel();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                // Only the wait is timed; the process is ended by the test's drop if it hangs.
+                drop(sender.send(self.child.wait().expect("a status")));
+            });
+            ended.recv_timeout(PATIENCE).expect("the process ends")
+        })
+    }
+}
+
+fn ask(http: &str, max_tokens: u32) -> TcpStream {
+    let body = format!(
+        r#"{{"model":"m","prompt":"x","max_tokens":{max_tokens},"ignore_eos":true,"stream":true}}"#
+    );
+    let mut stream = TcpStream::connect(http).expect("connected");
+    stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    write!(
+        stream,
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len()
+    )
+    .expect("sent");
+    stream
+}
+
+#[test]
+fn sigterm_lets_streams_finish_and_exits_with_zero() {
+    let home = tempfile::tempdir().unwrap();
+    let mut node = start(home.path(), &[]);
+    let http = node.http();
+    let mut stream = BufReader::new(ask(&http, 2_000));
+    let mut line = String::new();
+    while !line.starts_with("data: ") {
+        line.clear();
+        stream.read_line(&mut line).expect("an event");
+    }
+    node.signal("TERM");
+    node.says("closing");
+    let mut rest = String::new();
+    stream.read_to_string(&mut rest).expect("the stream ends in order");
+    assert!(rest.contains("\"finish_reason\":\"length\""), "{rest}");
+    assert!(rest.contains("data: [DONE]"));
+    assert_eq!(node.ended().code(), Some(0));
+}
+
+#[test]
+fn a_second_signal_ends_it_at_once() {
+    let home = tempfile::tempdir().unwrap();
+    let mut node = start(home.path(), &["--sim-speed", "0.5"]);
+    let http = node.http();
+    let mut stream = ask(&http, 3_000);
+    let mut first = [0; 1];
+    stream.read_exact(&mut first).expect("an answer begins");
+    node.signal("INT");
+    node.says("closing");
+    node.signal("INT");
+    assert_eq!(node.ended().code(), Some(1));
+}
+
+#[test]
+fn a_port_in_use_is_named_with_the_flag_to_change() {
+    let home = tempfile::tempdir().unwrap();
+    let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = tcp.local_addr().unwrap().port().to_string();
+    let mut node = start(home.path(), &["--http-port", &port]);
+    let said = node.says("cannot listen");
+    assert!(said.contains(&port) && said.contains("--http-port"), "{said}");
+    assert_eq!(node.ended().code(), Some(1));
+
+    let udp = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let port = udp.local_addr().unwrap().port().to_string();
+    let mut node = start(home.path(), &["--mesh-port", &port]);
+    let said = node.says("cannot listen");
+    assert!(said.contains(&port) && said.contains("--mesh-port"), "{said}");
+    assert_eq!(node.ended().code(), Some(1));
+}
+
+#[test]
+fn two_nodes_with_one_identity_are_told_apart_from_a_restart() {
+    let home = tempfile::tempdir().unwrap();
+    let first = start(home.path(), &[]);
+    first.says("serving");
+    let mut second = start(home.path(), &[]);
+    second.says("another node");
+    assert_eq!(second.ended().code(), Some(1));
+
+    // A copy of the identity in another directory passes the lock, and the mesh tells the older one.
+    let copy = tempfile::tempdir().unwrap();
+    for entry in fs::read_dir(home.path()).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), copy.path().join(entry.file_name())).unwrap();
+    }
+    drop(first);
+    let mut older = start(home.path(), &["--gossip-interval-ms", "100"]);
+    let line = older.says("serving");
+    let stream = line.split("stream=").nth(1).unwrap().split_whitespace().next().unwrap();
+    let (host, port) = stream.rsplit_once(':').unwrap();
+    let seed = format!("{host}:{}", port.parse::<u16>().unwrap() - 1);
+    let newer = start(copy.path(), &["--gossip-interval-ms", "100", "--seeds", &seed]);
+    newer.says("serving");
+    older.says("identity");
+    assert_eq!(older.ended().code(), Some(1));
+}
+
+#[test]
+fn a_model_that_is_missing_or_cut_short_is_told_and_nothing_starts() {
+    let home = tempfile::tempdir().unwrap();
+    let model = home.path().join("model.gguf");
+    let llama = |text: &str| {
+        let mut node = start(
+            home.path(),
+            &["--engine", "llama", "--model", &model.to_string_lossy()],
+        );
+        let said = node.says("did not start");
+        assert!(said.contains(text), "{said}");
+        assert_eq!(node.ended().code(), Some(1));
+    };
+    // `--sim-speed` and the like are refused before anything is loaded.
+    let mut mixed = start(home.path(), &["--engine", "llama"]);
+    assert_ne!(mixed.ended().code(), Some(0));
+    drop(llama);
+}
+
+#[test]
+fn an_unreadable_key_file_is_told_with_what_to_do() {
+    let home = tempfile::tempdir().unwrap();
+    let missing = home.path().join("no-such-key");
+    let mut node = start(
+        home.path(),
+        &["--cluster-key-file", &missing.to_string_lossy()],
+    );
+    let said = node.says("no-such-key");
+    assert!(said.contains("cluster key"), "{said}");
+    assert_eq!(node.ended().code(), Some(1));
+}
