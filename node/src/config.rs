@@ -173,7 +173,7 @@ pub struct LlamaSettings {
     pub context: u32,
     /// Sequences computed together, at most.
     pub max_sequences: u32,
-    /// Tokens computed in one step, prefill and decode together. At least `max_sequences`.
+    /// Tokens computed in one step, prefill and decode together. More than `max_sequences`.
     pub step_tokens: u32,
     /// Threads that compute.
     pub threads: u32,

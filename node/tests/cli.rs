@@ -64,7 +64,7 @@ fn check_exits_with_one_and_names_every_problem() {
     let text = stderr(&output);
     assert_eq!(output.status.code(), Some(1), "{text}");
     assert!(
-        text.contains("problem: --cluster-key-file key: not a cluster key"),
+        text.contains("problem: --cluster-key-file key: a cluster key is 64 hex digits"),
         "{text}"
     );
     assert!(

@@ -25,12 +25,26 @@ impl Drop for Process {
     }
 }
 
+/// `flags` replace the defaults that they name.
 fn command(home: &Path, flags: &[&str]) -> Command {
+    let defaults = [
+        ["--http-port", "0"],
+        ["--mesh-port", "0"],
+        ["--engine", "sim:a10/llama-2-7b"],
+    ];
     let mut command = Command::new(env!("CARGO_BIN_EXE_shoal"));
+    command.arg("node");
+    for default in defaults
+        .iter()
+        .filter(|default| !flags.contains(&default[0]))
+    {
+        command.args(default);
+    }
+    if !flags.contains(&"llama") && !flags.contains(&"--sim-speed") {
+        command.args(["--sim-speed", "100"]);
+    }
     command
-        .arg("node")
-        .args(["--http-port", "0", "--mesh-port", "0", "--engine", "sim:a10/llama-2-7b"])
-        .args(["--sim-speed", "100", "--model-id", "m", "--data-dir"])
+        .args(["--model-id", "m", "--data-dir"])
         .arg(home)
         .args(flags)
         .env_clear()
@@ -125,7 +139,9 @@ fn sigterm_lets_streams_finish_and_exits_with_zero() {
     node.signal("TERM");
     node.says("closing");
     let mut rest = String::new();
-    stream.read_to_string(&mut rest).expect("the stream ends in order");
+    stream
+        .read_to_string(&mut rest)
+        .expect("the stream ends in order");
     assert!(rest.contains("\"finish_reason\":\"length\""), "{rest}");
     assert!(rest.contains("data: [DONE]"));
     assert_eq!(node.ended().code(), Some(0));
@@ -152,14 +168,20 @@ fn a_port_in_use_is_named_with_the_flag_to_change() {
     let port = tcp.local_addr().unwrap().port().to_string();
     let mut node = start(home.path(), &["--http-port", &port]);
     let said = node.says("cannot listen");
-    assert!(said.contains(&port) && said.contains("--http-port"), "{said}");
+    assert!(
+        said.contains(&port) && said.contains("--http-port"),
+        "{said}"
+    );
     assert_eq!(node.ended().code(), Some(1));
 
     let udp = UdpSocket::bind("127.0.0.1:0").unwrap();
     let port = udp.local_addr().unwrap().port().to_string();
     let mut node = start(home.path(), &["--mesh-port", &port]);
     let said = node.says("cannot listen");
-    assert!(said.contains(&port) && said.contains("--mesh-port"), "{said}");
+    assert!(
+        said.contains(&port) && said.contains("--mesh-port"),
+        "{said}"
+    );
     assert_eq!(node.ended().code(), Some(1));
 }
 
@@ -181,10 +203,19 @@ fn two_nodes_with_one_identity_are_told_apart_from_a_restart() {
     drop(first);
     let mut older = start(home.path(), &["--gossip-interval-ms", "100"]);
     let line = older.says("serving");
-    let stream = line.split("stream=").nth(1).unwrap().split_whitespace().next().unwrap();
+    let stream = line
+        .split("stream=")
+        .nth(1)
+        .unwrap()
+        .split_whitespace()
+        .next()
+        .unwrap();
     let (host, port) = stream.rsplit_once(':').unwrap();
     let seed = format!("{host}:{}", port.parse::<u16>().unwrap() - 1);
-    let newer = start(copy.path(), &["--gossip-interval-ms", "100", "--seeds", &seed]);
+    let newer = start(
+        copy.path(),
+        &["--gossip-interval-ms", "100", "--seeds", &seed],
+    );
     newer.says("serving");
     older.says("identity");
     assert_eq!(older.ended().code(), Some(1));
@@ -194,19 +225,20 @@ fn two_nodes_with_one_identity_are_told_apart_from_a_restart() {
 fn a_model_that_is_missing_or_cut_short_is_told_and_nothing_starts() {
     let home = tempfile::tempdir().unwrap();
     let model = home.path().join("model.gguf");
-    let llama = |text: &str| {
-        let mut node = start(
-            home.path(),
-            &["--engine", "llama", "--model", &model.to_string_lossy()],
-        );
+    let refused = |text: &str| {
+        let model = model.to_string_lossy();
+        let mut node = start(home.path(), &["--engine", "llama", "--model", &model]);
         let said = node.says("did not start");
         assert!(said.contains(text), "{said}");
         assert_eq!(node.ended().code(), Some(1));
     };
-    // `--sim-speed` and the like are refused before anything is loaded.
-    let mut mixed = start(home.path(), &["--engine", "llama"]);
-    assert_ne!(mixed.ended().code(), Some(0));
-    drop(llama);
+    refused("does not exist");
+    fs::write(&model, b"").unwrap();
+    refused("model.gguf");
+    fs::write(&model, b"GGUF\x03\0\0\0 and then nothing of a model").unwrap();
+    refused("model.gguf");
+    fs::write(&model, vec![7; 4_096]).unwrap();
+    refused("model.gguf");
 }
 
 #[test]

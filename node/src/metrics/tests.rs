@@ -176,3 +176,45 @@ fn an_empty_view_has_no_age() {
             .contains(&format!("shoal_view_age_max_seconds{{node=\"{node}\"}} 0"))
     );
 }
+
+/// The tables of `docs/metrics.md`, as the program has them.
+fn documented() -> String {
+    let mut text = String::from("| metric | kind | labels | meaning |\n|---|---|---|---|\n");
+    for row in Metrics::table() {
+        let kind = match row.kind {
+            MetricKind::Counter => "counter",
+            MetricKind::Gauge => "gauge",
+            MetricKind::Histogram(_) => "histogram",
+        };
+        let labels = row.labels.join("`, `");
+        let labels = if labels.is_empty() {
+            String::new()
+        } else {
+            format!("`{labels}`")
+        };
+        text.push_str(&format!(
+            "| `{}` | {kind} | {labels} | {} |\n",
+            row.name, row.help
+        ));
+    }
+    text
+}
+
+#[test]
+fn the_document_lists_every_metric() {
+    const BEGIN: &str = "<!-- metrics: begin -->\n";
+    const END: &str = "<!-- metrics: end -->";
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/metrics.md");
+    let document = std::fs::read_to_string(path).unwrap();
+    let (before, rest) = document.split_once(BEGIN).unwrap();
+    let (table, after) = rest.split_once(END).unwrap();
+    if std::env::var_os("SHOAL_UPDATE_DOCS").is_some() {
+        std::fs::write(path, format!("{before}{BEGIN}{}{END}{after}", documented())).unwrap();
+        return;
+    }
+    assert_eq!(
+        table,
+        documented(),
+        "docs/metrics.md is behind; SHOAL_UPDATE_DOCS=1 with this test writes it"
+    );
+}

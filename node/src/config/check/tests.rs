@@ -77,8 +77,8 @@ fn relations_between_settings_are_checked_at_their_edge() {
     assert!(refused(&["--gossip-interval-ms", "751"]).contains("give at least 3004"));
     accepted(&["--offer-timeout-ms", "2500"]);
     assert!(refused(&["--offer-timeout-ms", "2501"]).contains("give at least 5002"));
-    accepted(&["--max-sequences", "16", "--step-tokens", "16"]);
-    assert!(refused(&["--max-sequences", "16", "--step-tokens", "15"]).contains("--step-tokens"));
+    accepted(&["--max-sequences", "16", "--step-tokens", "17"]);
+    assert!(refused(&["--max-sequences", "16", "--step-tokens", "16"]).contains("--step-tokens"));
     accepted(&["--reproducible", "--context", "2048"]);
     assert!(refused(&["--reproducible", "--context", "2047"]).contains("at least 2048 tokens"));
     assert!(refused(&["--block-size", "512", "--context", "256"]).contains("--block-size"));
@@ -90,7 +90,7 @@ fn relations_between_settings_are_checked_at_their_edge() {
 fn many_sequences_raise_the_step_that_nobody_named() {
     assert_eq!(
         llama_of(accepted(&["--max-sequences", "200"])).step_tokens,
-        200
+        216
     );
     assert_eq!(llama_of(accepted(&[])).step_tokens, 64);
 }
