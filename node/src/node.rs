@@ -12,6 +12,7 @@ mod engine;
 mod front;
 mod reports;
 mod run;
+mod settings;
 mod start;
 
 use std::net::SocketAddr;

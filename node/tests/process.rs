@@ -1,4 +1,9 @@
 //! The node as a process: signals, ports, identities, files that are not what they should be.
+#![expect(
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a failure here is a failed test"
+)]
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -99,14 +104,15 @@ impl Process {
     }
 
     fn ended(&mut self) -> ExitStatus {
-        let (sender, ended) = mpsc::channel();
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                // Only the wait is timed; the process is ended by the test's drop if it hangs.
-                drop(sender.send(self.child.wait().expect("a status")));
-            });
-            ended.recv_timeout(PATIENCE).expect("the process ends")
-        })
+        // Its output ends with it, and unlike the process it can be waited for with a deadline.
+        loop {
+            match self.lines.recv_timeout(PATIENCE) {
+                Ok(_) => {}
+                Err(mpsc::RecvTimeoutError::Disconnected) => break,
+                Err(mpsc::RecvTimeoutError::Timeout) => panic!("the process does not end"),
+            }
+        }
+        self.child.wait().expect("a status")
     }
 }
 

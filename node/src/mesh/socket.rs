@@ -8,13 +8,13 @@
 //!
 //! Traps of the socket, each met here:
 //! - quinn forbids IP fragmentation on its sockets, and a gossip message may be longer than a link's
-//!   MTU: [`fragment`] allows it again. QUIC packets keep the "don't fragment" bit as long as they
+//!   MTU: `fragment` allows it again. QUIC packets keep the "don't fragment" bit as long as they
 //!   fit the path's MTU.
 //! - quinn sizes its read buffers by `max_udp_payload_size`, so without receive offload a longer
-//!   gossip message would be cut: [`endpoint_config`] makes them long enough.
+//!   gossip message would be cut: `endpoint_config` makes them long enough.
 //! - quinn batches up to ten segments without asking whether they fit 64 KiB (measured: any MTU over
 //!   6,550 drops throughput to a hundredth): the number of segments is capped.
-//! - quinn greases the fixed bit when a peer allows it: [`endpoint_config`] forbids it.
+//! - quinn greases the fixed bit when a peer allows it: `endpoint_config` forbids it.
 //! - several gossip messages may arrive as one, by receive offload: they are cut apart again.
 
 mod fragment;

@@ -1,0 +1,125 @@
+//! From the configuration's words to those of each part; reads the files that it names.
+
+use std::path::Path;
+use std::time::Duration;
+
+use shoal_gossip::{ClusterKey, KeyRing, Seed, SeedList};
+
+use crate::api::{ApiConfig, ApiKeys, Tls};
+use crate::config::{KeySource, MeshSettings, NodeConfig};
+use crate::dispatch::{Freeness, PlacementLimits};
+use crate::home::HomeSettings;
+use crate::host::HostSettings;
+use crate::node::StartError;
+
+/// Part of the offer deadline that a host may spend on probing others; the rest is for the way.
+const PROBE_SHARE: u32 = 4;
+
+/// How long a host may take from a submission to its first frame: reading and tokenising the longest
+/// body takes seconds on a slow machine.
+const START_DEADLINE: Duration = Duration::from_secs(30);
+
+/// What clients are told to wait when all nodes are full: a second is many steps.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
+
+/// Connections that clients may hold beyond those with a request at work: idle ones and scrapers.
+const SPARE_CONNECTIONS: usize = 1_024;
+
+pub(super) fn cluster_keys(mesh: &MeshSettings) -> Result<Option<KeyRing>, StartError> {
+    let file = |path: &Path| {
+        KeyRing::read(path).map_err(|error| {
+            StartError::File(format!("the cluster key in {}: {error}", path.display()))
+        })
+    };
+    let mut ring = match &mesh.key {
+        KeySource::None => return Ok(None),
+        KeySource::File(path) => file(path)?,
+        KeySource::Text(text) => {
+            let key: ClusterKey = text
+                .parse()
+                .map_err(|error| StartError::File(format!("SHOAL_CLUSTER_KEY: {error}")))?;
+            KeyRing::new(key)
+        }
+    };
+    for path in &mesh.accepted_keys {
+        for key in file(path)?.into_keys() {
+            ring.accept(key)
+                .map_err(|error| StartError::File(format!("{}: {error}", path.display())))?;
+        }
+    }
+    Ok(Some(ring))
+}
+
+pub(super) fn seed_list(mesh: &MeshSettings) -> Result<SeedList, StartError> {
+    let seeds: Result<Vec<Seed>, _> = mesh.seeds.iter().map(|seed| seed.parse()).collect();
+    seeds
+        .and_then(SeedList::new)
+        .map_err(|error| StartError::File(format!("--seeds: {error}")))
+}
+
+pub(super) fn api_config(config: &NodeConfig) -> Result<ApiConfig, StartError> {
+    let read = |path: &Path, what: &str| {
+        std::fs::read(path).map_err(|error| {
+            StartError::File(format!(
+                "the {what} {} cannot be read: {error}",
+                path.display()
+            ))
+        })
+    };
+    let http = &config.http;
+    let keys = match &http.api_key_file {
+        None => None,
+        Some(path) => {
+            let text = String::from_utf8_lossy(&read(path, "API key file")?).into_owned();
+            let keys = ApiKeys::parse(&text);
+            Some(keys.map_err(|error| StartError::File(format!("{}: {error}", path.display())))?)
+        }
+    };
+    let tls = match &http.tls {
+        None => None,
+        Some(files) => {
+            let pem = (
+                read(&files.cert, "certificate")?,
+                read(&files.key, "private key")?,
+            );
+            let tls = Tls::from_pem(&pem.0, &pem.1);
+            Some(tls.map_err(|error| StartError::File(format!("--tls-cert, --tls-key: {error}")))?)
+        }
+    };
+    Ok(ApiConfig {
+        keys,
+        tls,
+        max_body: http.max_body_bytes,
+        max_requests: http.max_requests,
+        max_connections: http.max_requests + SPARE_CONNECTIONS,
+        header_timeout: http.header_timeout,
+        stall_timeout: http.stall_timeout,
+        ..ApiConfig::default()
+    })
+}
+
+pub(super) fn host_settings(config: &NodeConfig) -> HostSettings {
+    let dispatch = &config.dispatch;
+    HostSettings {
+        lease: dispatch.lease,
+        redirect_below: Freeness::of_blocks(i64::from(dispatch.redirect_below)),
+        probe_deadline: dispatch.offer_timeout / PROBE_SHARE,
+        max_view_age: dispatch.max_view_age,
+    }
+}
+
+pub(super) fn home_settings(config: &NodeConfig) -> HomeSettings {
+    let dispatch = &config.dispatch;
+    HomeSettings {
+        policy: dispatch.policy,
+        placement: PlacementLimits {
+            max_view_age: dispatch.max_view_age,
+            max_offers: u32::from(dispatch.max_retries) + 1,
+        },
+        offer_deadline: dispatch.offer_timeout,
+        start_deadline: START_DEADLINE,
+        max_replays: u32::from(dispatch.max_retries),
+        stall_deadline: config.http.stall_timeout,
+        retry_after: RETRY_AFTER,
+    }
+}
