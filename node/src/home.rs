@@ -245,3 +245,6 @@ fn estimated_prompt(parsed: &GenerateRequest) -> Tokens {
     };
     Tokens(u32::try_from(length.max(1)).unwrap_or(u32::MAX))
 }
+
+#[cfg(test)]
+mod tests;
