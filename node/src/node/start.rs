@@ -200,7 +200,8 @@ fn report(
     background.spawn(reports::watch_seeds(
         gossip.seeds(),
         !base.config.mesh.seeds.is_empty(),
-        stop.closed.clone(),
+        // After its own goodbye a node sees nobody, and that is no news.
+        stop.closing.clone(),
     ));
     background.spawn(reports::watch_health(
         gossip.health(),
