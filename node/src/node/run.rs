@@ -1,12 +1,16 @@
 //! Runs a node until a signal ends it.
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing::{error, info, warn};
 
 use crate::config::NodeConfig;
 use crate::node::Node;
+
+/// How long the process waits for what is left on its threads: a step of a large model on a slow machine.
+const EXIT_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Runs a node until SIGTERM or Ctrl-C, then ends it in order. A second signal ends it at once.
 pub fn run(config: NodeConfig) -> ExitCode {
@@ -21,8 +25,9 @@ pub fn run(config: NodeConfig) -> ExitCode {
         }
     };
     let code = runtime.block_on(serve(config));
-    // Blocking work that is left (a model being read) must not hold up the exit.
-    runtime.shutdown_background();
+    // Tasks are dropped and the engine's last step ends; blocking work that is left (a model being read)
+    // must not hold up the exit for longer.
+    runtime.shutdown_timeout(EXIT_PATIENCE);
     code
 }
 

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -15,6 +16,13 @@ use crate::engine::work::{Job, Prepared, RequestKind};
 use crate::engine::{
     Engine, EngineError, EngineEvent, EngineFacts, ReservationId, ReserveAsk, ReserveRefusal,
 };
+
+/// A drop looks this often, with this pause between, whether the last step has ended: a second in all,
+/// several steps of the models served from a CPU.
+const DROP_LOOKS: u32 = 200;
+
+/// See [`DROP_LOOKS`].
+const DROP_PAUSE: Duration = Duration::from_millis(5);
 
 /// What the engine thread and the callers share.
 pub(super) struct Shared {
@@ -53,7 +61,7 @@ impl Shared {
 
 /// An [`Engine`] around any [`Executor`].
 ///
-/// Dropping it ends every job without a result and lets the thread go after its current step;
+/// Dropping it ends every job without a result and waits a second at most for the thread's current step;
 /// [`Engine::shutdown`] waits for the jobs first.
 pub struct BatchedEngine {
     facts: EngineFacts,
@@ -192,8 +200,16 @@ impl Engine for BatchedEngine {
 }
 
 impl Drop for BatchedEngine {
+    /// Gives the step that runs a moment to end, so that it does not run on while the process ends: native
+    /// code would then meet its own statics half destroyed.
     fn drop(&mut self) {
-        // Not joined: a step may take long, and the thread needs nothing of this value.
         self.shared.change(Jobs::abandon);
+        for _ in 0..DROP_LOOKS {
+            if *self.stopped.borrow() {
+                return;
+            }
+            std::thread::sleep(DROP_PAUSE);
+        }
+        tracing::debug!(target: "shoal::engine", "dropped while a long step runs");
     }
 }

@@ -190,7 +190,7 @@ async fn facts_that_contradict_the_sizes_are_refused() {
 }
 
 #[tokio::test]
-async fn callers_are_answered_while_a_step_runs_and_a_drop_does_not_wait_for_it() {
+async fn callers_are_answered_while_a_step_runs_and_a_drop_waits_for_it_only_so_long() {
     let (entered, has_entered) = mpsc::channel();
     let (release, released) = mpsc::channel::<()>();
     let mut inner = good();
