@@ -1,6 +1,8 @@
 //! Why a hand-over did not happen, and where that leaves the request.
 
-use shoal_gossip::{Blocks, NodeId};
+use shoal_gossip::NodeId;
+
+use crate::MoveRefusal;
 
 /// Whether the same move is worth another try.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,25 +17,15 @@ pub enum Retry {
 
 /// Why one hand-over did not happen. Unless a variant says otherwise the request still runs at the
 /// source, which holds all its KV, and the target holds nothing.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum MigrateError {
     /// The target answered no. It holds no reservation for us.
-    #[error("{target} refused {wanted} blocks, it has {free} free")]
+    #[error("{target} refused: {refusal}")]
     Refused {
         /// Who.
         target: NodeId,
-        /// Blocks asked for.
-        wanted: Blocks,
-        /// Blocks it had.
-        free: Blocks,
-    },
-    /// Model, KV layout, block size or version differ. Nothing was reserved.
-    #[error("{target} cannot hold this KV: {reason}")]
-    Incompatible {
-        /// Who.
-        target: NodeId,
-        /// What differs.
-        reason: String,
+        /// Why.
+        refusal: MoveRefusal,
     },
     /// The target fell silent before the claim. It drops its reservation when the lease ends.
     #[error("{target} did not answer in time")]
@@ -41,31 +33,63 @@ pub enum MigrateError {
         /// Who.
         target: NodeId,
     },
-    /// Bytes arrived damaged or out of order. The target has dropped what it had.
-    #[error("KV sent to {target} arrived damaged: {reason}")]
-    Damaged {
+    /// The state plane says that the target is dead.
+    #[error("{target} is dead")]
+    TargetDead {
         /// Who.
         target: NodeId,
-        /// What was wrong with them.
+    },
+    /// The source fell silent or died before the last stage. Seen by the target only, which has dropped all.
+    #[error("the source fell silent or died")]
+    SourceLost,
+    /// A stage did not get there, arrived damaged or could not be taken in. The target has dropped what it had.
+    #[error("KV sent to {target} did not get in: {reason}")]
+    Copy {
+        /// Who.
+        target: NodeId,
+        /// What was wrong.
         reason: String,
     },
     /// The request ended, was aborted or lost its KV before the claim. It runs nowhere, or waits at the source.
     #[error("the request ended or was preempted during the move")]
     RequestGone,
-    /// The home gave the ownership to somebody else. The source must free what it holds.
-    #[error("the home granted the request to another node")]
+    /// The home gave the ownership to somebody else, or the request has ended there. The asker must free what it holds.
+    #[error("the home granted the request to another node, or it has ended")]
     Lost,
+    /// The home did not answer for the whole grace period. The request is dropped.
+    #[error("the home did not answer")]
+    HomeSilent,
 }
 
 impl MigrateError {
     /// Whether to try again.
     pub fn retry(&self) -> Retry {
         match self {
-            Self::Refused { .. } | Self::TargetSilent { .. } | Self::Incompatible { .. } => {
+            Self::Refused {
+                refusal: MoveRefusal::Duplicate,
+                ..
+            }
+            | Self::RequestGone
+            | Self::Lost
+            | Self::HomeSilent => Retry::Never,
+            Self::Refused { .. } | Self::TargetSilent { .. } | Self::TargetDead { .. } => {
                 Retry::OtherTarget
             }
-            Self::Damaged { .. } => Retry::Later,
-            Self::RequestGone | Self::Lost => Retry::Never,
+            Self::Copy { .. } | Self::SourceLost => Retry::Later,
+        }
+    }
+
+    /// One word for metrics.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Refused { .. } => "refused",
+            Self::TargetSilent { .. } => "target_silent",
+            Self::TargetDead { .. } => "target_dead",
+            Self::SourceLost => "source_lost",
+            Self::Copy { .. } => "copy",
+            Self::RequestGone => "request_gone",
+            Self::Lost => "lost",
+            Self::HomeSilent => "home_silent",
         }
     }
 }
@@ -81,7 +105,7 @@ mod tests {
             MigrateError::TargetSilent { target }.retry(),
             Retry::OtherTarget
         );
-        let damaged = MigrateError::Damaged {
+        let damaged = MigrateError::Copy {
             target,
             reason: "checksum".into(),
         };

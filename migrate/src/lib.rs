@@ -1,24 +1,23 @@
 //! Hand-over: moving a running request, KV and all, from a source host to a target host.
 //!
-//! This crate holds the words and the errors of a hand-over. The session cores of source and target,
-//! the `KvTransfer` trait and its transports are built on them next; until then no request moves, and
-//! nodes say so in their capabilities (`kv_export = false`).
+//! This crate holds the words and errors of a hand-over, the session cores of source, target and home
+//! ([`session`]), and the carriers of its bytes ([`transfer`]). Nodes drive the cores and give them engines.
 //!
 //! One hand-over, from the source's rescheduler to the freed blocks:
 //!
 //! ```text
 //! source S                         target T                       home H
-//!   │ propose(size, growth) ──────▶ │                               │
-//!   │ ◀────── accept(reservation)   │  blocks reserved under lease  │
+//!   │ propose(size, form of KV) ──▶ │                               │
+//!   │ ◀────── accept(lease)         │  blocks reserved              │
 //!   │ stage 0: KV [0, n0) ────────▶ │                               │
 //!   │   … decoding goes on …        │                               │
 //!   │ stage k: KV [nk-1, nk) ─────▶ │                               │
 //!   │ pause at a step boundary      │                               │
-//!   │ last stage, sampler, index ─▶ │ import                        │
+//!   │ last stage, ids, index ─────▶ │ import                        │
 //!   │                               │ claim(request, epoch + 1) ──▶ │ compares, raises the epoch once
-//!   │                               │ ◀─────────────── granted      │
-//!   │ ◀──────────────── committed   │ runs on                       │
-//!   │ frees its blocks              │                               │
+//!   │                               │ ◀────────── granted, from i   │
+//!   │ ◀──────────────── committed   │ runs on, from output i        │
+//!   │ frees its blocks              │ ◀──────── opens its stream    │
 //! ```
 //!
 //! | state of the move | the request runs at | blocks held at S | blocks held at T |
@@ -33,7 +32,12 @@
 //! The home is the only arbiter of who owns a request. Doubt is resolved by asking it, never by guessing.
 
 mod error;
+pub mod session;
+pub mod transfer;
 mod types;
 
 pub use error::{MigrateError, Retry};
-pub use types::{Growth, KvRange, MigrationId, StageIndex};
+pub use types::{
+    ClaimAnswer, CopyManner, CopyMode, KvRange, MigrationId, MoveReason, MoveRefusal, Proposal,
+    ProposalAnswer, SessionLimits, StageIndex,
+};

@@ -1,14 +1,15 @@
 //! Names and quantities of one hand-over.
 
 use std::fmt;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use shoal_gossip::{Blocks, Epoch, NodeId, RequestId, Tokens};
+use shoal_gossip::{BlockSize, Epoch, NodeId, RequestId, Tokens};
 
 /// One attempt to move one request: which request, from which ownership, to whom.
 ///
-/// A second attempt for the same ownership goes to another target or replaces the first, so these
-/// three name it and nothing has to be drawn or counted.
+/// The attempt tells a second try from what is still on its way from the first. It means nothing to a claim: that
+/// is fenced by the epoch alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct MigrationId {
     /// The request.
@@ -17,11 +18,17 @@ pub struct MigrationId {
     pub epoch: Epoch,
     /// Where to.
     pub target: NodeId,
+    /// The source's count of its attempts, in this life of it.
+    pub attempt: u32,
 }
 
 impl fmt::Display for MigrationId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}@{}->{}", self.request, self.epoch.0, self.target)
+        write!(
+            f,
+            "{}@{}->{}#{}",
+            self.request, self.epoch.0, self.target, self.attempt
+        )
     }
 }
 
@@ -30,6 +37,14 @@ impl fmt::Display for MigrationId {
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
 pub struct StageIndex(pub u16);
+
+impl StageIndex {
+    /// The stage after this one.
+    #[must_use]
+    pub fn next(self) -> Self {
+        Self(self.0.saturating_add(1))
+    }
+}
 
 /// KV of the tokens at positions `[start, end)` of one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -65,13 +80,176 @@ impl KvRange {
     }
 }
 
-/// What a target must have room for: the KV that exists, and what it may grow by.
+/// How the KV of a request gets to the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Growth {
-    /// Blocks to copy, in the target's block size.
-    pub now: Blocks,
-    /// Blocks the request may still come to need.
-    pub later: Blocks,
+pub enum CopyMode {
+    /// The bytes travel, in stages.
+    Kv,
+    /// The ids travel and the target prefills them before the source stops. For engines without KV export.
+    Recompute,
+    /// There is no KV: the request waits. It goes on waiting, or starts, at the target.
+    Waiting,
+}
+
+impl CopyMode {
+    /// One word for metrics.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Kv => "kv",
+            Self::Recompute => "recompute",
+            Self::Waiting => "waiting",
+        }
+    }
+}
+
+/// How a running request is to be copied, when somebody says so.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CopyManner {
+    /// In stages, while it runs on. The best there is.
+    #[default]
+    Staged,
+    /// It stops first and is copied in one piece: what a move costs without stages.
+    Blocking,
+    /// The ids travel and the target prefills them while it runs on: what a move costs without KV export.
+    Recompute,
+    /// It stops first and the target prefills it: what a move costs with neither export nor stages.
+    Restart,
+}
+
+/// Why a request is moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum MoveReason {
+    /// The source is short of KV blocks and the target is not (design §4.3).
+    Rescheduled,
+    /// The source is draining.
+    Drained,
+    /// An operator asked for it.
+    Asked,
+}
+
+impl MoveReason {
+    /// One word for metrics.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Rescheduled => "rescheduled",
+            Self::Drained => "drained",
+            Self::Asked => "asked",
+        }
+    }
+}
+
+/// What a source says of a request that it wants to move. The target decides on it, with its own exact numbers.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Proposal {
+    /// The attempt.
+    pub migration: MigrationId,
+    /// How the KV would get there.
+    pub mode: CopyMode,
+    /// Why.
+    pub reason: MoveReason,
+    /// The model.
+    pub model: String,
+    /// [`shoal_gossip::ModelFacts::fingerprint`] of the source's engine: weights, version, KV type and layout.
+    pub fingerprint: u64,
+    /// Tokens in a KV block at the source.
+    pub block_size: BlockSize,
+    /// Tokens that exist now: prompt and output.
+    pub known: Tokens,
+    /// Tokens the request may come to have.
+    pub longest: Tokens,
+    /// Bytes that the KV of one token takes on the way; zero when no KV travels.
+    pub kv_bytes_per_token: u32,
+}
+
+/// What a target answers to a proposal.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum ProposalAnswer {
+    /// Room for all tokens that exist, and for those that come during the copy, is reserved.
+    Accepted {
+        /// How long the reservation is kept when nothing arrives.
+        lease: Duration,
+    },
+    /// No. Nothing is reserved.
+    Refused(MoveRefusal),
+}
+
+/// Why a target does not take a request. It holds nothing for it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, thiserror::Error)]
+pub enum MoveRefusal {
+    /// It has no room, or less than it wants to keep free.
+    #[error("it has no room")]
+    NoRoom,
+    /// It takes in as many requests as it may at once.
+    #[error("it takes in other requests now")]
+    Busy,
+    /// It is draining, loading or has failed.
+    #[error("it takes no work now")]
+    NotReady,
+    /// Model, quantisation, KV layout, block size or version differ.
+    #[error("its engine differs: {0}")]
+    Incompatible(String),
+    /// It has this request already, or moves it itself, or it is the source.
+    #[error("it has this request already")]
+    Duplicate,
+    /// It cannot do what the proposal asks: no KV import, say.
+    #[error("it cannot: {0}")]
+    Unable(String),
+}
+
+/// What a home answers to a claim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum ClaimAnswer {
+    /// The claimant owns the request from now on, and sends output from this index.
+    Granted {
+        /// Output tokens that the home has.
+        from: u32,
+    },
+    /// Somebody else owns it, or it has ended, or the claimant has less output than the client. It must free what it holds.
+    Lost,
+}
+
+/// Bounds of one hand-over session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SessionLimits {
+    /// How long the target may take to answer a proposal.
+    pub propose_patience: Duration,
+    /// How long one stage may take, from export to the target's acknowledgement.
+    pub stage_patience: Duration,
+    /// How long the source waits for *committed* after the last stage before it asks the home.
+    pub commit_patience: Duration,
+    /// Time between two claims while the home does not answer.
+    pub claim_interval: Duration,
+    /// How long a node keeps a request whose home does not answer.
+    pub grace: Duration,
+    /// How long the target keeps a reservation when nothing arrives.
+    pub lease: Duration,
+    /// Copy stages at most once the rest fits into one, the last one not counted. A longer request takes as many
+    /// full stages as it needs before.
+    pub max_stages: u16,
+    /// When no more tokens than this are missing at the target, the source pauses and sends the rest.
+    pub last_stage_tokens: Tokens,
+    /// Tokens of one stage at most, so that an export holds the engine for less than a step.
+    pub max_stage_tokens: Tokens,
+}
+
+impl Default for SessionLimits {
+    /// Patience: a proposal is one control round trip plus a lock; a stage of 64 MiB takes 0.6 s over 1 Gb/s, and
+    /// ten times that is a broken link. The grace is what a home may need to come back from a stall
+    /// without being declared dead (phi accrual takes about 2 s at defaults).
+    fn default() -> Self {
+        Self {
+            propose_patience: Duration::from_secs(1),
+            stage_patience: Duration::from_secs(6),
+            commit_patience: Duration::from_millis(500),
+            claim_interval: Duration::from_millis(250),
+            grace: Duration::from_secs(10),
+            lease: Duration::from_secs(8),
+            max_stages: 16,
+            last_stage_tokens: Tokens(16),
+            max_stage_tokens: Tokens(1024),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -98,9 +276,10 @@ mod tests {
             },
             epoch: Epoch(3),
             target: NodeId(4),
+            attempt: 5,
         };
         let text = id.to_string();
         assert!(text.starts_with(&id.request.to_string()), "{text}");
-        assert!(text.ends_with(&NodeId(4).to_string()), "{text}");
+        assert!(text.ends_with(&format!("{}#5", NodeId(4))), "{text}");
     }
 }
