@@ -9,6 +9,7 @@
 
 pub mod batched;
 pub mod llama;
+pub mod moving;
 pub mod sim;
 pub mod text;
 pub mod work;
@@ -21,6 +22,7 @@ use bytes::Bytes;
 use shoal_gossip::{BlockSize, Blocks, Epoch, LoadSummary, ModelFacts, RequestId, Tokens};
 use tokio::sync::{mpsc, watch};
 
+use crate::engine::moving::MovingEngine;
 use crate::engine::work::{Job, Prepared, RequestKind};
 
 /// What an engine can do beyond submit, stream and abort.
@@ -30,7 +32,7 @@ pub struct Capabilities {
     pub reproducible: bool,
     /// A job may start with generated ids: the engine prefills them and goes on. Needed for replay.
     pub resumes: bool,
-    /// KV of a token range can be exported and imported (`docs/decisions`: the hand-over adds the port).
+    /// KV of a token range can be exported and imported: see [`MovingEngine`].
     pub kv_export: bool,
 }
 
@@ -58,6 +60,8 @@ pub struct ReserveAsk {
     pub demand: Blocks,
     /// How long the promise is kept without a job.
     pub lease: Duration,
+    /// Only room that can be set aside now will do, not a place in the queue: KV that travels cannot wait.
+    pub at_once: bool,
 }
 
 /// Why an engine promises nothing. It holds nothing for the asker.
@@ -66,6 +70,9 @@ pub enum ReserveRefusal {
     /// The queue is at its bound.
     #[error("the queue is full")]
     QueueFull,
+    /// Room was asked for at once, and there is none or somebody waits for it.
+    #[error("no room now")]
+    NoRoomNow,
     /// The request could never fit, however empty the engine.
     #[error("needs more KV blocks than the engine has")]
     NeverFits,
@@ -184,6 +191,16 @@ pub trait Engine: Send + Sync + fmt::Debug {
 
     /// Ends a job, in whatever phase. Unknown or older epochs are ignored.
     fn abort(&self, request: RequestId, epoch: Epoch);
+
+    /// Times since its start that a request lost its KV to another one, and has it computed again.
+    fn preemptions(&self) -> u64 {
+        0
+    }
+
+    /// The port through which its requests move; `None` when they cannot.
+    fn moving(&self) -> Option<&dyn MovingEngine> {
+        None
+    }
 
     /// Stops taking work and frees the model once running jobs have ended or been dropped.
     async fn shutdown(&self);

@@ -8,11 +8,13 @@
 //! independent of load, beyond the few jobs that run together here.
 
 mod flow;
+mod moving;
 mod requests;
 mod resume;
 mod room;
 
 pub use self::flow::*;
+pub use self::moving::*;
 pub use self::requests::*;
 pub use self::resume::*;
 pub use self::room::*;
@@ -86,6 +88,21 @@ macro_rules! engine_contract_tests {
             a_body_is_read_checked_and_clamped
             a_bad_body_is_refused_with_the_field_to_blame
             a_job_that_contradicts_itself_is_refused
+            a_moved_request_goes_on_as_if_it_had_not_moved
+            a_request_moves_between_shared_pools
+            a_request_moves_back_and_forth
+            neighbours_do_not_notice_a_move
+            a_paused_request_stands_still_and_goes_on
+            a_resumed_request_sends_again_just_what_is_wanted
+            a_move_that_is_aborted_in_any_phase_leaves_nothing
+            wrong_kv_is_refused_and_harms_nobody
+            a_state_that_contradicts_the_request_is_refused
+            a_target_without_room_says_so
+            a_waiting_request_moves_without_kv
+            a_request_in_prefill_moves_with_what_it_has
+            a_request_moves_by_recompute
+            what_is_asked_of_a_request_that_is_gone_changes_nothing
+            a_request_is_described_as_it_is
         }
     };
     ($make:expr; $($check:ident)*) => {
@@ -145,30 +162,35 @@ impl Output {
     fn reason(&self) -> Option<FinishReason> {
         self.finish.as_ref().map(|finish| finish.reason)
     }
+
+    /// Adds an event; the first of all had index `first`.
+    fn take(&mut self, first: u32, event: EngineEvent) {
+        assert_eq!(self.finish, None, "an event after the end: {event:?}");
+        match event {
+            EngineEvent::Tokens(batch) => {
+                assert!(!batch.ids.is_empty(), "a batch without tokens");
+                let next = first + self.ids.len() as u32;
+                assert_eq!(batch.index, next, "a token is lost or repeated");
+                self.ids.extend(batch.ids);
+                self.text.push_str(&batch.text);
+                self.logprobs.extend(batch.logprobs);
+            }
+            EngineEvent::Finished(finish) => {
+                let tokens = first + self.ids.len() as u32;
+                assert_eq!(finish.output_tokens, tokens, "usage is what was sent");
+                self.text.push_str(&finish.text);
+                self.finish = Some(finish);
+            }
+            EngineEvent::Failed(error) => panic!("the job failed: {error}"),
+        }
+    }
 }
 
 /// Reads a job to its end, and checks that indexes follow each other from `first`.
 async fn collect_from(first: u32, events: &mut Receiver<EngineEvent>) -> Output {
     let mut output = Output::default();
     while let Some(event) = receive(events).await {
-        assert_eq!(output.finish, None, "an event after the end: {event:?}");
-        match event {
-            EngineEvent::Tokens(batch) => {
-                assert!(!batch.ids.is_empty(), "a batch without tokens");
-                let next = first + output.ids.len() as u32;
-                assert_eq!(batch.index, next, "a token is lost or repeated");
-                output.ids.extend(batch.ids);
-                output.text.push_str(&batch.text);
-                output.logprobs.extend(batch.logprobs);
-            }
-            EngineEvent::Finished(finish) => {
-                let tokens = first + output.ids.len() as u32;
-                assert_eq!(finish.output_tokens, tokens, "usage is what was sent");
-                output.text.push_str(&finish.text);
-                output.finish = Some(finish);
-            }
-            EngineEvent::Failed(error) => panic!("the job failed: {error}"),
-        }
+        output.take(first, event);
     }
     output
 }

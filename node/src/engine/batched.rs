@@ -4,18 +4,23 @@
 //! plan, compute and hand out. What computes is a parameter, so the embedded llama.cpp and the
 //! simulated engine differ in their executor and vocabulary only.
 
+mod acts;
 mod core;
 mod engine;
 mod executor;
+mod job;
 mod jobs;
+mod moving;
 mod prepare;
 #[cfg(test)]
 mod tests;
 mod thread;
 
 pub use self::core::{
-    BatchConfig, BatchConfigError, Batcher, Drawn, Layout, PlanItem, SeqKey, SeqSpec, StepPlan,
-    SubmitRefusal,
+    BatchConfig, BatchConfigError, Batcher, Drawn, Hold, Layout, NoRoom, PlanItem, SeqKey, SeqSpec,
+    Standing, StepPlan, SubmitRefusal,
 };
 pub use self::engine::BatchedEngine;
-pub use self::executor::{Executor, Sample, Sampled, Slot, Step, StepItem, TextModel};
+pub use self::executor::{
+    Executor, KvFault, KvForm, KvImport, Sample, Sampled, Slot, Step, StepItem, TextModel,
+};

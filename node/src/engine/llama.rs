@@ -5,12 +5,12 @@
 //! an [`LlamaText`] that every thread may ask. Nothing that comes from outside reaches llama.cpp unchecked, because some of its
 //! errors end the process.
 //!
-//! What is not here: queues, block accounting and preemption (the batch core), and the export of
-//! KV, which comes with the hand-over.
+//! What is not here: queues, block accounting and preemption (the batch core).
 
 mod config;
 mod executor;
 mod gguf;
+mod kv;
 mod model;
 mod native;
 mod sampler;

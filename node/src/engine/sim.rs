@@ -5,6 +5,7 @@
 //! the same output on every simulated node, whatever moves or dies.
 
 mod executor;
+mod kv;
 mod profile;
 mod step_model;
 #[cfg(test)]
@@ -17,6 +18,7 @@ use sha2::{Digest, Sha256};
 use shoal_gossip::{BlockSize, Clock, ModelFacts, Tokens};
 
 pub use self::executor::SimExecutor;
+pub use self::kv::SimKv;
 pub use self::profile::{Profile, ProfileError};
 pub use self::step_model::{StepLoad, StepModel};
 pub use self::text::SimText;
@@ -64,6 +66,32 @@ pub struct SimConfig {
     pub prefill_grid: Option<u32>,
     /// Output tokens on average before the output ends by itself; 0 never ends it.
     pub mean_output: u32,
+    /// What of its KV travels when a request moves.
+    pub travels: Travels,
+}
+
+/// What of a simulated engine's KV travels.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Hash,
+    serde::Serialize,
+    serde::Deserialize,
+    clap::ValueEnum,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum Travels {
+    /// 16 bytes a token: enough to tell wrong KV.
+    #[default]
+    Digest,
+    /// As many bytes a token as the profile says.
+    TrueSize,
+    /// Nothing: requests move by recompute.
+    Nothing,
 }
 
 impl SimConfig {
@@ -82,6 +110,7 @@ impl SimConfig {
             queue_limit: DEFAULT_QUEUE_LIMIT,
             prefill_grid: None,
             mean_output: DEFAULT_MEAN_OUTPUT,
+            travels: Travels::Digest,
         }
     }
 
@@ -125,7 +154,7 @@ impl SimConfig {
             capabilities: Capabilities {
                 reproducible: true,
                 resumes: true,
-                kv_export: false,
+                kv_export: self.travels != Travels::Nothing,
             },
         }
     }
@@ -166,6 +195,11 @@ pub fn start(config: &SimConfig, clock: Arc<dyn Clock>) -> Result<Arc<BatchedEng
     }
     let profile = Profile::find(&config.profile)?;
     let executor = SimExecutor::new(profile.step, config.speed, config.mean_output);
+    let executor = match config.travels {
+        Travels::Digest => executor.with_kv(SimKv::new(0)),
+        Travels::TrueSize => executor.with_kv(SimKv::new(profile.kv_bytes_per_token)),
+        Travels::Nothing => executor,
+    };
     let engine = BatchedEngine::start(
         config.batch(&profile),
         config.facts(&profile),

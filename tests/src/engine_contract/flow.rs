@@ -257,6 +257,7 @@ pub async fn shutdown_lets_running_jobs_finish_and_takes_no_more<
     let ask = ReserveAsk {
         demand: shoal_gossip::Blocks(1),
         lease: wait::PATIENCE,
+        at_once: false,
     };
     assert_eq!(engine.reserve(ask), Err(ReserveRefusal::NotReady));
     for events in held {

@@ -15,6 +15,7 @@ fn ask(demand: Blocks) -> ReserveAsk {
     ReserveAsk {
         demand,
         lease: wait::PATIENCE,
+        at_once: false,
     }
 }
 
@@ -41,6 +42,7 @@ pub async fn a_promise_ends_in_use_in_release_or_by_lease<M: Fn(Shape) -> Arc<dy
     let short = ReserveAsk {
         demand: blocks,
         lease: Duration::from_millis(1),
+        at_once: false,
     };
     let expired = engine.reserve(short).expect("room");
     becomes_empty(&*engine).await;

@@ -16,10 +16,15 @@
 //! A sequence takes the blocks of its whole prompt when it starts, and one more at a time as it
 //! grows, so that prompts never collide half-way.
 //!
+//! A hand-over *holds* a sequence: a [`Hold::Stopped`] one keeps what it has and gets no step, an arriving
+//! one gets its blocks and slot at once and its KV by import or by a prefill that draws nothing. Held ones are
+//! never preempted, so shortage waits for the hand-over to end.
+//!
 //! Always `used + reserved + free = total`: *used* is held by running sequences, *reserved* is set
 //! aside for promises and for sequences that start with the next plan.
 
 mod config;
+mod hold;
 mod load;
 mod plan;
 #[cfg(test)]
@@ -34,8 +39,9 @@ use std::time::Duration;
 use shoal_gossip::{Blocks, Epoch, Readiness, RequestId, Timestamp};
 
 pub use self::config::{BatchConfig, BatchConfigError, Layout};
+pub use self::hold::{NoRoom, Standing};
 pub use self::plan::{Drawn, PlanItem, StepPlan};
-pub use self::sequence::{SeqKey, SeqSpec};
+pub use self::sequence::{Hold, SeqKey, SeqSpec};
 
 use self::sequence::{Phase, Place, Promise, Reservation, Sequence, Waiter};
 use crate::engine::batched::Slot;
@@ -78,6 +84,7 @@ pub struct Batcher {
     /// Source of keys, tickets and reservation ids.
     counter: u64,
     step_time: Option<Duration>,
+    preemptions: u64,
 }
 
 impl Batcher {
@@ -102,6 +109,7 @@ impl Batcher {
             reserved: Blocks::ZERO,
             counter: 0,
             step_time: None,
+            preemptions: 0,
         })
     }
 
@@ -149,6 +157,8 @@ impl Batcher {
         let promise = if self.first_waiting().is_none() && self.fits(demand) {
             self.reserved += demand;
             Promise::Aside
+        } else if ask.at_once {
+            return Err(ReserveRefusal::NoRoomNow);
         } else if self.queue_room() > 0 {
             self.waiting.insert(place, Waiter::Promise(id));
             Promise::Queued
@@ -207,18 +217,7 @@ impl Batcher {
         self.check_spec(&spec, promise.is_some())?;
         let key = SeqKey(self.next());
         let ticket = promise.map_or(key.0, |promise| promise.place.ticket);
-        let mut sequence = Sequence {
-            request: spec.request,
-            epoch: spec.epoch,
-            prompt_len: spec.prompt_len,
-            generated: spec.generated_len,
-            max_tokens: spec.max_tokens,
-            place: Place::new(spec.priority, ticket),
-            phase: Phase::Waiting,
-            computed: 0,
-            paused: false,
-            preempted: false,
-        };
+        let mut sequence = Sequence::new(&spec, ticket);
         let demand = sequence.demand(self.config.block_size);
         let fits = match promise.map(|promise| promise.promise) {
             // Its own room was given back above. More than was promised is taken if it is free.
@@ -287,6 +286,11 @@ impl Batcher {
         }
     }
 
+    /// Sequences preempted so far, each time counted.
+    pub fn preemptions(&self) -> u64 {
+        self.preemptions
+    }
+
     /// Blocks that nobody holds and nobody was promised.
     pub fn free(&self) -> Blocks {
         self.config.total - self.used - self.reserved
@@ -323,13 +327,16 @@ impl Batcher {
         promised + self.aside.len()
     }
 
-    /// The first in the queue that could start. A paused one could not, and holds up nobody.
+    /// The first in the queue that could start. A paused or stopped one could not, and holds up nobody.
     fn first_waiting(&self) -> Option<(Place, Waiter, Blocks)> {
         self.waiting.iter().find_map(|(place, waiter)| {
             let demand = match waiter {
                 Waiter::Promise(id) => self.reservations.get(id)?.demand,
                 Waiter::Sequence(key) => {
-                    let sequence = self.sequences.get(key).filter(|waiting| !waiting.paused)?;
+                    let sequence = self.sequences.get(key)?;
+                    if sequence.paused || sequence.hold.is_some() {
+                        return None;
+                    }
                     sequence.demand(self.config.block_size)
                 }
             };

@@ -10,8 +10,12 @@ use bytes::Bytes;
 use shoal_gossip::{Clock, Epoch, LoadSummary, RequestId};
 use tokio::sync::{Semaphore, mpsc, watch};
 
-use crate::engine::batched::jobs::{Jobs, Submission};
-use crate::engine::batched::{BatchConfig, Batcher, Executor, TextModel, prepare, thread};
+use crate::engine::batched::acts::ACTS;
+use crate::engine::batched::job::Submission;
+use crate::engine::batched::jobs::Jobs;
+use crate::engine::batched::thread::Started;
+use crate::engine::batched::{BatchConfig, Batcher, Executor, KvForm, TextModel, prepare, thread};
+use crate::engine::moving::MovingEngine;
 use crate::engine::work::{Job, Prepared, RequestKind};
 use crate::engine::{
     Engine, EngineError, EngineEvent, EngineFacts, ReservationId, ReserveAsk, ReserveRefusal,
@@ -49,7 +53,7 @@ impl Shared {
     }
 
     /// Does something under the lock, then tells listeners and the engine thread.
-    fn change<T>(&self, act: impl FnOnce(&mut Jobs) -> T) -> T {
+    pub(super) fn change<T>(&self, act: impl FnOnce(&mut Jobs) -> T) -> T {
         let mut jobs = self.lock();
         let result = act(&mut jobs);
         self.publish(&mut jobs);
@@ -64,8 +68,12 @@ impl Shared {
 /// Dropping it ends every job without a result and waits a second at most for the thread's current step;
 /// [`Engine::shutdown`] waits for the jobs first.
 pub struct BatchedEngine {
-    facts: EngineFacts,
-    shared: Arc<Shared>,
+    pub(super) facts: EngineFacts,
+    pub(super) shared: Arc<Shared>,
+    /// How its KV travels, when it does.
+    pub(super) form: Option<Arc<dyn KvForm>>,
+    /// Places in the queue of acts on KV.
+    pub(super) acts: Arc<Semaphore>,
     preparing: Arc<Semaphore>,
     stopped: watch::Receiver<bool>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -81,7 +89,7 @@ impl fmt::Debug for BatchedEngine {
 
 impl BatchedEngine {
     /// Starts the engine thread and waits until its executor is made there. Loading a model may
-    /// take long: async callers use `spawn_blocking`.
+    /// take long: async callers use `spawn_blocking`. Whether KV travels the executor says, not `facts`.
     ///
     /// # Errors
     /// `Broken` when the sizes do not fit together or the facts contradict them, and whatever
@@ -103,11 +111,20 @@ impl BatchedEngine {
             clock,
             load_changed: watch::Sender::new(()),
         });
-        let (thread, stopped) = thread::spawn(Arc::clone(&shared), make_executor)?;
+        let started = thread::spawn(Arc::clone(&shared), make_executor)?;
+        let Started {
+            thread,
+            stopped,
+            form,
+        } = started;
+        let mut facts = facts;
+        facts.capabilities.kv_export = form.is_some();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Ok(Arc::new(Self {
             facts,
             shared,
+            form,
+            acts: Arc::new(Semaphore::new(ACTS)),
             preparing: Arc::new(Semaphore::new(cores)),
             stopped,
             thread: Mutex::new(Some(thread)),
@@ -140,6 +157,10 @@ impl Engine for BatchedEngine {
     fn load(&self) -> LoadSummary {
         let now = self.shared.clock.now();
         self.shared.lock().load(now)
+    }
+
+    fn preemptions(&self) -> u64 {
+        self.shared.lock().preemptions()
     }
 
     fn load_changed(&self) -> watch::Receiver<()> {
@@ -182,6 +203,10 @@ impl Engine for BatchedEngine {
 
     fn abort(&self, request: RequestId, epoch: Epoch) {
         self.shared.change(|jobs| jobs.abort(request, epoch));
+    }
+
+    fn moving(&self) -> Option<&dyn MovingEngine> {
+        Some(self)
     }
 
     async fn shutdown(&self) {

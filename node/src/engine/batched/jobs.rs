@@ -1,124 +1,24 @@
 //! The jobs of an engine: the batch core with the token ids, text and channels it does not know.
 
-use std::collections::BTreeMap;
+mod moving;
+
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
 use shoal_gossip::{Epoch, LoadSummary, Readiness, RequestId, Timestamp};
 use tokio::sync::mpsc;
-use tokio::sync::mpsc::error::TrySendError;
 
+use crate::engine::batched::acts::QueuedAct;
+use crate::engine::batched::job::{EVENTS_PER_STEP, Outgoing, RunningJob, Submission};
 use crate::engine::batched::{
-    Batcher, Drawn, Sample, Sampled, SeqKey, SeqSpec, Step, StepItem, StepPlan, SubmitRefusal,
-    TextModel,
+    Batcher, Sample, Sampled, SeqKey, Step, StepItem, StepPlan, SubmitRefusal, TextModel,
 };
-use crate::engine::text::TextState;
-use crate::engine::work::{Job, SamplingParams};
-use crate::engine::{
-    EngineError, EngineEvent, Finish, FinishReason, ReservationId, ReserveAsk, ReserveRefusal,
-    TokenBatch,
-};
-
-/// Events that wait for a slow receiver before its job is paused: at 20 ms a step, half a second of
-/// a stalled client. An event holds one token and its text, so a job's channel stays near a kilobyte.
-const EVENTS: usize = 32;
-
-/// Free places in a channel that a step needs: the last one sends tokens and the end.
-const EVENTS_PER_STEP: usize = 2;
+use crate::engine::{EngineError, EngineEvent, ReservationId, ReserveAsk, ReserveRefusal};
 
 /// How long the engine thread sleeps when jobs are here and none can go on: then it looks whether a
 /// slow receiver has read or has gone, which channels tell nobody. Short against a step of a model.
 const STALL_POLL: Duration = Duration::from_millis(5);
-
-/// An event on its way out of the lock.
-#[derive(Debug)]
-pub(super) struct Outgoing {
-    to: mpsc::Sender<EngineEvent>,
-    event: EngineEvent,
-}
-
-impl Outgoing {
-    pub(super) fn send(self) {
-        match self.to.try_send(self.event) {
-            Ok(()) => {}
-            // The receiver has gone; the job is removed before the next step.
-            Err(TrySendError::Closed(_)) => {}
-            Err(TrySendError::Full(event)) => {
-                tracing::error!(
-                    ?event,
-                    "an event found no place in a channel kept free for it"
-                );
-            }
-        }
-    }
-}
-
-#[derive(Debug)]
-struct RunningJob {
-    request: RequestId,
-    epoch: Epoch,
-    params: Arc<SamplingParams>,
-    prompt_len: u32,
-    /// Prompt and output.
-    ids: Vec<u32>,
-    text: TextState,
-    to: mpsc::Sender<EngineEvent>,
-}
-
-/// A job that is ready to be taken: text rebuilt, lengths known. Made outside of the lock.
-#[derive(Debug)]
-pub(super) struct Submission {
-    spec: SeqSpec,
-    job: RunningJob,
-    events: mpsc::Receiver<EngineEvent>,
-    /// The output given at submission is complete already.
-    complete: Option<FinishReason>,
-}
-
-impl Submission {
-    pub(super) fn new(job: Job, vocabulary: &dyn TextModel) -> Self {
-        let prepared = job.prepared;
-        let params = Arc::new(prepared.params);
-        let mut text = TextState::new(&params.stop);
-        let mut complete = None;
-        for id in &job.generated {
-            // The text was sent by whoever generated the ids.
-            let (_, end) = take_piece(&mut text, *id, &params, vocabulary);
-            complete = complete.or(end);
-        }
-        let generated_len = count(job.generated.len());
-        if generated_len >= params.max_tokens {
-            complete = complete.or(Some(FinishReason::Length));
-        }
-        let spec = SeqSpec {
-            request: job.request,
-            epoch: job.epoch,
-            prompt_len: count(prepared.prompt.len()),
-            generated_len,
-            max_tokens: params.max_tokens,
-            priority: prepared.priority,
-            reservation: job.reservation,
-        };
-        let mut ids = prepared.prompt.to_vec();
-        ids.extend_from_slice(&job.generated);
-        let (to, events) = mpsc::channel(EVENTS);
-        let job = RunningJob {
-            request: job.request,
-            epoch: job.epoch,
-            params,
-            prompt_len: spec.prompt_len,
-            ids,
-            text,
-            to,
-        };
-        Self {
-            spec,
-            job,
-            events,
-            complete,
-        }
-    }
-}
 
 /// Whether work is taken and done.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -137,6 +37,7 @@ enum Course {
 pub(super) struct Jobs {
     batcher: Batcher,
     running: BTreeMap<SeqKey, RunningJob>,
+    acts: VecDeque<QueuedAct>,
     course: Course,
     last_load: LoadSummary,
 }
@@ -147,6 +48,7 @@ impl Jobs {
         Self {
             batcher,
             running: BTreeMap::new(),
+            acts: VecDeque::new(),
             course: Course::Open,
             last_load,
         }
@@ -156,6 +58,15 @@ impl Jobs {
         self.remove_gone();
         self.batcher.expire(now);
         self.batcher.load()
+    }
+
+    /// Usual time of a step; zero before the first.
+    pub(super) fn step_time(&self) -> Duration {
+        self.last_load.step_time()
+    }
+
+    pub(super) fn preemptions(&self) -> u64 {
+        self.batcher.preemptions()
     }
 
     pub(super) fn load_has_changed(&mut self) -> bool {
@@ -181,18 +92,35 @@ impl Jobs {
         now: Timestamp,
         submission: Submission,
     ) -> Result<mpsc::Receiver<EngineEvent>, EngineError> {
-        match &self.course {
-            Course::Open => {}
-            Course::Stopping | Course::Abandoned => return Err(EngineError::NotReady),
-            Course::Broken(why) => return Err(EngineError::Broken(why.clone())),
-        }
-        self.remove_gone();
+        self.replace_older(&submission)?;
         let Submission {
             spec,
             mut job,
             events,
             complete,
         } = submission;
+        if let Some(reason) = complete {
+            spec.reservation.into_iter().for_each(|id| self.release(id));
+            let finish = job.finish(reason);
+            let finished = job.outgoing(EngineEvent::Finished(finish));
+            finished.into_iter().for_each(Outgoing::send);
+            return Ok(events);
+        }
+        let submitted = self.batcher.submit(now, spec);
+        let key = submitted.map_err(|refusal| refused(refusal, &job))?;
+        self.running.insert(key, job);
+        Ok(events)
+    }
+
+    /// Makes way for a new job: only the latest ownership of a request is here.
+    fn replace_older(&mut self, submission: &Submission) -> Result<(), EngineError> {
+        match &self.course {
+            Course::Open => {}
+            Course::Stopping | Course::Abandoned => return Err(EngineError::NotReady),
+            Course::Broken(why) => return Err(EngineError::Broken(why.clone())),
+        }
+        self.remove_gone();
+        let Submission { spec, job, .. } = submission;
         if let Some((key, epoch)) = self.batcher.find(job.request) {
             if job.epoch <= epoch {
                 spec.reservation.into_iter().for_each(|id| self.release(id));
@@ -201,26 +129,7 @@ impl Jobs {
             // The older ownership is over, whatever becomes of the newer one here.
             self.remove(key);
         }
-        if let Some(reason) = complete {
-            spec.reservation.into_iter().for_each(|id| self.release(id));
-            let finish = job.finish(reason);
-            job.outgoing(EngineEvent::Finished(finish)).send();
-            return Ok(events);
-        }
-        let key = self
-            .batcher
-            .submit(now, spec)
-            .map_err(|refusal| match refusal {
-                SubmitRefusal::QueueFull => EngineError::QueueFull,
-                SubmitRefusal::NotReady => EngineError::NotReady,
-                SubmitRefusal::NeverFits => EngineError::BadRequest {
-                    message: refusal.to_string(),
-                    param: None,
-                },
-                SubmitRefusal::Duplicate => duplicate(job.request, job.epoch),
-            })?;
-        self.running.insert(key, job);
-        Ok(events)
+        Ok(())
     }
 
     pub(super) fn abort(&mut self, request: RequestId, epoch: Epoch) {
@@ -258,7 +167,7 @@ impl Jobs {
         let outgoing = self
             .running
             .values()
-            .map(|job| job.outgoing(failure.clone()))
+            .filter_map(|job| job.outgoing(failure.clone()))
             .collect();
         self.remove_all();
         outgoing
@@ -287,8 +196,10 @@ impl Jobs {
     /// channel was read, and plans a step. `None` if there is nothing to compute.
     pub(super) fn next_step(&mut self, now: Timestamp) -> Option<(StepPlan, Step)> {
         self.remove_gone();
+        self.tell_prefilled();
         for (key, job) in &self.running {
-            let paused = job.to.capacity() < EVENTS_PER_STEP;
+            let full = |to: &mpsc::Sender<EngineEvent>| to.capacity() < EVENTS_PER_STEP;
+            let paused = job.to.as_ref().is_some_and(full);
             self.batcher.set_paused(*key, paused);
         }
         let plan = self.batcher.plan(now);
@@ -359,7 +270,7 @@ impl Jobs {
         let gone: Vec<SeqKey> = self
             .running
             .iter()
-            .filter(|(_, job)| job.to.is_closed())
+            .filter(|(_, job)| job.to.as_ref().is_some_and(mpsc::Sender::is_closed))
             .map(|(key, _)| *key)
             .collect();
         for key in gone {
@@ -377,62 +288,6 @@ impl Jobs {
             self.batcher.remove(key);
         }
     }
-}
-
-impl RunningJob {
-    fn outgoing(&self, event: EngineEvent) -> Outgoing {
-        Outgoing {
-            to: self.to.clone(),
-            event,
-        }
-    }
-
-    fn finish(&mut self, reason: FinishReason) -> Finish {
-        Finish {
-            reason,
-            output_tokens: count(self.ids.len()).saturating_sub(self.prompt_len),
-            text: self.text.finish(),
-        }
-    }
-
-    /// Takes in one token; true when it was the last.
-    fn take(
-        &mut self,
-        drawn: Drawn,
-        sampled: Sampled,
-        vocabulary: &dyn TextModel,
-        outgoing: &mut Vec<Outgoing>,
-    ) -> bool {
-        self.ids.push(sampled.id);
-        let (text, end) = take_piece(&mut self.text, sampled.id, &self.params, vocabulary);
-        let batch = TokenBatch {
-            index: drawn.index,
-            ids: vec![sampled.id],
-            text,
-            logprobs: sampled.logprob.into_iter().collect(),
-        };
-        outgoing.push(self.outgoing(EngineEvent::Tokens(batch)));
-        let Some(reason) = end.or_else(|| drawn.last.then_some(FinishReason::Length)) else {
-            return false;
-        };
-        let finish = self.finish(reason);
-        outgoing.push(self.outgoing(EngineEvent::Finished(finish)));
-        true
-    }
-}
-
-/// Adds one id to the text; says what became certain and whether the output ends here.
-fn take_piece(
-    text: &mut TextState,
-    id: u32,
-    params: &SamplingParams,
-    vocabulary: &dyn TextModel,
-) -> (String, Option<FinishReason>) {
-    if vocabulary.is_end(id) && !params.ignore_eos {
-        return (String::new(), Some(FinishReason::Stop));
-    }
-    let pushed = text.push(&vocabulary.piece(id));
-    (pushed.text, pushed.stopped.then_some(FinishReason::Stop))
 }
 
 fn check_sampled(
@@ -457,14 +312,21 @@ fn check_sampled(
     }
 }
 
+fn refused(refusal: SubmitRefusal, job: &RunningJob) -> EngineError {
+    match refusal {
+        SubmitRefusal::QueueFull => EngineError::QueueFull,
+        SubmitRefusal::NotReady => EngineError::NotReady,
+        SubmitRefusal::NeverFits => EngineError::BadRequest {
+            message: refusal.to_string(),
+            param: None,
+        },
+        SubmitRefusal::Duplicate => duplicate(job.request, job.epoch),
+    }
+}
+
 fn duplicate(request: RequestId, epoch: Epoch) -> EngineError {
     EngineError::BadRequest {
         message: format!("request {request} is here already, with epoch {}", epoch.0),
         param: None,
     }
-}
-
-/// Lengths are bounded by the context, which is a `u32`.
-fn count(length: usize) -> u32 {
-    u32::try_from(length).unwrap_or(u32::MAX)
 }

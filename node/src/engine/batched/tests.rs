@@ -9,8 +9,11 @@ use shoal_gossip::{
     Tokens,
 };
 
+use shoal_migrate::{CopyMode, KvRange};
+
 use super::*;
-use crate::engine::sim::{SimExecutor, SimText, StepModel};
+use crate::engine::moving::{MoveError, MovingEngine};
+use crate::engine::sim::{SimExecutor, SimKv, SimText, StepModel};
 use crate::engine::work::{Job, Prepared, Priority, RequestKind, SamplingParams};
 use crate::engine::{
     Capabilities, Engine, EngineError, EngineEvent, EngineFacts, FinishReason, ReserveAsk,
@@ -116,6 +119,7 @@ async fn breaks_with(
     let ask = ReserveAsk {
         demand: Blocks(1),
         lease: PATIENCE,
+        at_once: false,
     };
     assert_eq!(engine.reserve(ask), Err(ReserveRefusal::NotReady));
     let load = engine.load();
@@ -224,6 +228,7 @@ async fn a_job_that_is_refused_uses_up_its_promise() {
     let ask = ReserveAsk {
         demand: Blocks(4),
         lease: PATIENCE,
+        at_once: false,
     };
     let mut bad = job(1);
     bad.reservation = engine.reserve(ask).ok();
@@ -292,4 +297,155 @@ async fn a_prompt_beyond_the_context_is_told_in_openais_words() {
          (2 in the prompt, 255 in the completion). Please reduce the length of the prompt or completion."
     );
     assert_eq!(param.as_deref(), Some("max_tokens"));
+}
+
+/// A simulated executor whose exports do what the closure does first.
+struct Watched<F> {
+    inner: SimExecutor,
+    before: F,
+}
+
+impl<F> Watched<F>
+where
+    F: FnMut(&str) + Send + 'static,
+{
+    fn new(before: F) -> Self {
+        let inner = good().with_kv(SimKv::new(0));
+        Self { inner, before }
+    }
+}
+
+impl<F> Executor for Watched<F>
+where
+    F: FnMut(&str) + Send + 'static,
+{
+    fn step(&mut self, step: &Step) -> Result<Vec<Sampled>, EngineError> {
+        (self.before)("step");
+        self.inner.step(step)
+    }
+
+    fn kv_form(&self) -> Option<Arc<dyn KvForm>> {
+        self.inner.kv_form()
+    }
+
+    fn export(&mut self, slot: Slot, range: KvRange) -> Result<Vec<u8>, KvFault> {
+        (self.before)("export");
+        self.inner.export(slot, range)
+    }
+}
+
+fn long_job(serial: u64) -> Job {
+    let mut long = job(serial);
+    long.prepared.params.max_tokens = 200;
+    long
+}
+
+#[tokio::test]
+async fn acts_that_queue_up_do_not_keep_a_job_from_its_steps() {
+    let (seen, sees) = mpsc::channel();
+    let (release, released) = mpsc::channel::<()>();
+    let mut steps = 0;
+    let engine = start(Watched::new(move |what: &str| {
+        steps += u32::from(what == "step");
+        if what == "step" && steps == 2 {
+            released.recv().ok();
+        }
+        // An error means that the test has gone on without us.
+        seen.send(what.to_owned()).ok();
+    }));
+    let mut events = engine.submit(long_job(1)).expect("taken");
+    assert!(events.recv().await.is_some());
+    let export = || {
+        let id = job(1).request;
+        engine.export(id, Epoch::FIRST, Tokens::ZERO, Tokens(1))
+    };
+    // All are in the queue before the second step ends; the job stops for want of a reader only much later.
+    let all_asked = async { release.send(()) };
+    let exported = futures::join!(export(), export(), export(), export(), all_asked);
+    for exported in [exported.0, exported.1, exported.2, exported.3] {
+        assert!(exported.expect("is here").kv.is_some());
+    }
+    // More than a channel holds: steps came after the acts.
+    for _ in 0..40 {
+        assert!(events.recv().await.is_some());
+    }
+    drop(events);
+    engine.shutdown().await;
+    let order: Vec<String> = sees.try_iter().collect();
+    assert_eq!(order.iter().filter(|what| *what == "export").count(), 4);
+    assert_eq!(order.last().map(String::as_str), Some("step"), "{order:?}");
+}
+
+#[tokio::test]
+async fn an_executor_that_panics_over_kv_breaks_the_engine_and_not_the_process() {
+    let engine = start(Watched::new(|what: &str| assert_ne!(what, "export")));
+    let mut events = engine.submit(long_job(1)).expect("taken");
+    assert!(events.recv().await.is_some());
+    let exported = engine
+        .export(job(1).request, Epoch::FIRST, Tokens::ZERO, Tokens(1))
+        .await;
+    assert!(
+        matches!(exported, Err(MoveError::Broken(_))),
+        "{exported:?}"
+    );
+    while let Some(event) = events.recv().await {
+        let failed = matches!(event, EngineEvent::Failed(EngineError::Broken(_)));
+        assert!(
+            failed || matches!(event, EngineEvent::Tokens(_)),
+            "{event:?}"
+        );
+    }
+    assert_eq!(engine.load().readiness, Readiness::Failed);
+    let later = engine.pause(job(1).request, Epoch::FIRST, None).await;
+    assert!(matches!(later, Err(MoveError::Broken(_))), "{later:?}");
+    engine.shutdown().await;
+}
+
+#[tokio::test]
+async fn a_pause_that_nobody_waits_for_any_more_does_not_stop_the_job() {
+    let (entered, has_entered) = mpsc::channel();
+    let (release, released) = mpsc::channel::<()>();
+    let engine = start(Watched::new(move |what: &str| {
+        if what == "export" {
+            entered.send(()).expect("the test listens");
+            released.recv().ok();
+        }
+    }));
+    let mut events = engine.submit(long_job(1)).expect("taken");
+    assert!(events.recv().await.is_some());
+    let asking = Arc::clone(&engine);
+    let mut tasks = tokio::task::JoinSet::new();
+    tasks.spawn(async move {
+        let paused = asking.pause(job(1).request, Epoch::FIRST, Some(Tokens::ZERO));
+        paused.await.map(drop)
+    });
+    let inside = tokio::task::spawn_blocking(move || has_entered.recv_timeout(PATIENCE));
+    inside
+        .await
+        .expect("joined")
+        .expect("the pause is under way");
+    tasks.shutdown().await;
+    release.send(()).expect("the export waits");
+    let mut tokens = 1;
+    while let Some(event) = events.recv().await {
+        tokens += u32::from(matches!(event, EngineEvent::Tokens(_)));
+    }
+    assert_eq!(tokens, 200);
+}
+
+#[tokio::test]
+async fn an_engine_without_kv_takes_none_in_and_gives_none_out() {
+    let engine = start(good());
+    assert!(!engine.facts().capabilities.kv_export);
+    assert_eq!(engine.kv_bytes_per_token(), 0);
+    let admitted = engine.admit(job(1), CopyMode::Kv);
+    assert!(matches!(admitted, Err(EngineError::BadRequest { .. })));
+    let mut events = engine.submit(long_job(2)).expect("taken");
+    assert!(events.recv().await.is_some());
+    let asked = engine
+        .pause(job(2).request, Epoch::FIRST, Some(Tokens::ZERO))
+        .await;
+    assert!(matches!(asked, Err(MoveError::Unfit(_))), "{asked:?}");
+    let paused = engine.pause(job(2).request, Epoch::FIRST, None).await;
+    assert!(paused.expect("is here").kv.is_none());
 }

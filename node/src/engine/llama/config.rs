@@ -7,7 +7,7 @@ use shoal_gossip::{BlockSize, Blocks, Tokens};
 
 use crate::engine::batched::{BatchConfig, Layout};
 
-/// Sequences that llama.cpp can tell apart in one context (its `LLAMA_MAX_SEQ`).
+/// Sequences that llama.cpp can tell apart in one context (its `LLAMA_MAX_SEQ`). A shared pool serves one fewer.
 pub const MAX_SEQUENCES: u32 = 256;
 /// Tokens of KV that may be asked for. A bound against typing errors: 4 Mi tokens of the smallest
 /// model we serve (23 KB a token in f16) are 96 GB.
@@ -32,7 +32,7 @@ pub struct LlamaConfig {
     pub model_id: Option<String>,
     /// KV tokens in all, rounded up to [`CELL_GRANULE`] (split: per slot).
     pub context_tokens: NonZeroU32,
-    /// Sequences that may hold KV at once, at most [`MAX_SEQUENCES`].
+    /// Sequences that may hold KV at once: at most [`MAX_SEQUENCES`], one fewer when not `reproducible`.
     pub max_sequences: NonZeroU32,
     /// Tokens computed by one step at most; above `max_sequences`, so that prompts advance while
     /// every running sequence decodes.
@@ -116,7 +116,11 @@ impl LlamaConfig {
         let step_tokens = self.step_tokens.get();
         let bounds = [
             ("the KV size", context_tokens, MAX_CONTEXT_TOKENS),
-            ("the number of sequences", max_sequences, MAX_SEQUENCES),
+            (
+                "the number of sequences",
+                max_sequences,
+                MAX_SEQUENCES - u32::from(!self.reproducible),
+            ),
             (
                 "the number of tokens in a step",
                 step_tokens,
@@ -140,6 +144,14 @@ impl LlamaConfig {
             });
         }
         Ok(())
+    }
+
+    /// Sequences that llama.cpp must tell apart: in a shared pool one more, through which KV goes in and out.
+    /// (A split cache has a part for each, so there none may be idle.)
+    pub(super) fn llama_sequences(&self) -> u32 {
+        self.max_sequences
+            .get()
+            .saturating_add(u32::from(!self.reproducible))
     }
 
     /// Prompts are cut at multiples of this many tokens when outputs must not depend on load:
@@ -248,7 +260,7 @@ mod tests {
         let text = |config: LlamaConfig| config.check().expect_err("refused").to_string();
         assert_eq!(
             text(config(8192, 257, 512)),
-            "the number of sequences is 257, at most 256 is possible"
+            "the number of sequences is 257, at most 255 is possible"
         );
         assert_eq!(
             text(config(8192, 8, 8)),
@@ -258,7 +270,13 @@ mod tests {
             text(config(127, 8, 9)),
             "127 tokens of KV are less than a block for each of 8 sequences"
         );
-        assert!(config(8192, 256, 257).check().is_ok());
+        assert!(config(8192, 256, 257).check().is_err());
+        assert!(config(8192, 255, 257).check().is_ok());
+        let split = LlamaConfig {
+            reproducible: true,
+            ..config(8192, 256, 257)
+        };
+        assert!(split.check().is_ok());
         assert!(config(128, 8, 9).check().is_ok());
     }
 

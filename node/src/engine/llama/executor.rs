@@ -6,8 +6,14 @@ use llama_cpp_2::context::LlamaContext;
 use llama_cpp_2::llama_batch::LlamaBatch;
 use llama_cpp_2::token::LlamaToken;
 
-use crate::engine::batched::{Executor, Sample, Sampled, Slot, Step, StepItem, TextModel};
+use shoal_migrate::KvRange;
+
+use crate::engine::batched::{
+    Executor, KvFault, KvForm, KvImport, Sample, Sampled, Slot, Step, StepItem, TextModel,
+};
 use crate::engine::llama::config::LlamaLayout;
+use crate::engine::llama::kv::{KvShape, LlamaKv};
+use crate::engine::llama::native;
 use crate::engine::llama::sampler::{self, History, Sampler};
 use crate::engine::llama::slots::Slots;
 use crate::engine::llama::vocabulary::LlamaText;
@@ -24,6 +30,10 @@ pub struct LlamaExecutor {
     slots: Slots,
     sampler: Sampler,
     text: Arc<LlamaText>,
+    /// How KV travels, when this model's can.
+    kv: Option<Arc<LlamaKv>>,
+    /// The sequence through which parts go in and out of a shared pool.
+    scratch: i32,
 }
 
 impl LlamaExecutor {
@@ -34,13 +44,69 @@ impl LlamaExecutor {
     ) -> Self {
         // llama.cpp may have made the batch smaller than asked for: to the size of the KV.
         let step_tokens = context.n_batch() as usize;
-        Self {
+        let mut executor = Self {
             context,
             batch: LlamaBatch::new(step_tokens, 1),
             slots: Slots::new(layout, text.vocabulary(), step_tokens),
             sampler: Sampler::default(),
             text,
+            kv: None,
+            scratch: layout.slots as i32,
+        };
+        match executor.learn_kv() {
+            Ok(shape) => executor.kv = Some(Arc::new(LlamaKv::new(shape))),
+            Err(why) => {
+                tracing::warn!(target: "shoal::llama", why, "requests of this model move without their KV");
+            }
         }
+        executor
+    }
+
+    /// Computes one token to see what its KV looks like.
+    fn learn_kv(&mut self) -> Result<KvShape, String> {
+        self.batch.clear();
+        let added = self.batch.add(LlamaToken(0), 0, &[0], true);
+        added.map_err(|error| error.to_string())?;
+        let decoded = self.context.decode(&mut self.batch);
+        decoded.map_err(|error| error.to_string())?;
+        let mut state = Vec::new();
+        let exported = native::export_sequence(&self.context, 0, &mut state);
+        self.context.clear_kv_cache();
+        exported?;
+        KvShape::learn(&state)
+    }
+
+    /// Exports a part of a slot in a shared pool: a scratch sequence shares its cells for a moment.
+    fn export_part(
+        &mut self,
+        slot: Slot,
+        range: KvRange,
+        buffer: &mut Vec<u8>,
+    ) -> Result<(), String> {
+        let (start, end) = (Some(range.start().0), Some(range.end().0));
+        self.context
+            .kv_cache_seq_cp(sequence(slot), self.scratch, start, end)
+            .map_err(|error| error.to_string())?;
+        let exported = native::export_sequence(&self.context, self.scratch, buffer);
+        self.clear_scratch()?;
+        exported
+    }
+
+    /// Imports a part into a slot of a shared pool: a scratch sequence takes it in and hands its cells over.
+    fn import_part(&mut self, slot: Slot, kv: &[u8]) -> Result<(), KvFault> {
+        native::import_sequence(&mut self.context, self.scratch, kv).map_err(KvFault::Unfit)?;
+        let given = self
+            .context
+            .kv_cache_seq_cp(self.scratch, sequence(slot), None, None)
+            .map_err(|error| KvFault::Broken(error.to_string()));
+        self.clear_scratch().map_err(KvFault::Broken)?;
+        given
+    }
+
+    fn clear_scratch(&mut self) -> Result<(), String> {
+        self.context
+            .kv_cache_seq_rm(self.scratch, None, None)
+            .map_err(|error| error.to_string())
     }
 
     fn clear(&mut self, slot: Slot) -> Result<(), EngineError> {
@@ -117,6 +183,53 @@ impl Executor for LlamaExecutor {
             }
         }
         Ok(drawn)
+    }
+
+    fn kv_form(&self) -> Option<Arc<dyn KvForm>> {
+        let kv = self.kv.clone()?;
+        Some(kv)
+    }
+
+    fn export(&mut self, slot: Slot, range: KvRange) -> Result<Vec<u8>, KvFault> {
+        let held = self.slots.held(slot).len();
+        let kv = match &self.kv {
+            Some(kv) if range.end().0 as usize <= held => Arc::clone(kv),
+            Some(_) | None => {
+                let message = format!("KV up to {} of a slot of {held}", range.end());
+                return Err(KvFault::Broken(message));
+            }
+        };
+        let mut buffer = kv.buffer();
+        let exported = match kv.takes() {
+            KvImport::Stages => self.export_part(slot, range, &mut buffer),
+            KvImport::Whole => native::export_sequence(&self.context, sequence(slot), &mut buffer),
+        };
+        exported.map_err(KvFault::Broken)?;
+        Ok(buffer)
+    }
+
+    fn import(&mut self, slot: Slot, range: KvRange, kv: &[u8]) -> Result<(), KvFault> {
+        let Some(form) = self.kv.clone() else {
+            return Err(KvFault::Unfit("this model takes in no KV".to_owned()));
+        };
+        self.slots
+            .check_import(slot, range)
+            .map_err(KvFault::Broken)?;
+        match form.takes() {
+            KvImport::Stages => self.import_part(slot, kv)?,
+            KvImport::Whole => native::import_sequence(&mut self.context, sequence(slot), kv)
+                .map_err(KvFault::Unfit)?,
+        }
+        self.slots.import(slot, range.tokens().0 as usize);
+        Ok(())
+    }
+
+    fn adopt(&mut self, slot: Slot, ids: &[u32]) -> Result<(), KvFault> {
+        if self.slots.adopt(slot, ids) {
+            Ok(())
+        } else {
+            Err(KvFault::Unfit("KV of another number of tokens".to_owned()))
+        }
     }
 }
 

@@ -16,7 +16,7 @@ use llama_cpp_sys_2::LLAMA_FLASH_ATTN_TYPE_ENABLED;
 use sha2::{Digest, Sha256};
 use shoal_gossip::{Clock, ModelFacts, Tokens};
 
-use crate::engine::batched::{BatchConfig, BatchedEngine};
+use crate::engine::batched::{BatchConfig, BatchedEngine, Executor};
 use crate::engine::llama::config::{LlamaConfig, LlamaConfigError, LlamaLayout};
 use crate::engine::llama::executor::LlamaExecutor;
 use crate::engine::llama::gguf::{self, Gguf, GgufError};
@@ -131,7 +131,7 @@ pub fn load(config: &LlamaConfig) -> Result<LlamaParts, LlamaLoadError> {
         capabilities: Capabilities {
             reproducible: config.reproducible,
             resumes: true,
-            kv_export: false,
+            kv_export: executor.kv_form().is_some(),
         },
     };
     tracing::info!(
@@ -262,7 +262,7 @@ fn context_params(config: &LlamaConfig) -> LlamaContextParams {
         .with_n_ctx(NonZeroU32::new(config.context_tokens.get()))
         .with_n_batch(config.step_tokens.get())
         .with_n_ubatch(config.step_tokens.get())
-        .with_n_seq_max(config.max_sequences.get())
+        .with_n_seq_max(config.llama_sequences())
         .with_n_threads(threads)
         .with_n_threads_batch(threads)
         .with_kv_unified(!config.reproducible)

@@ -5,6 +5,8 @@ use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::OnceLock;
 
+use llama_cpp_2::LlamaStateSeqFlags;
+use llama_cpp_2::context::LlamaContext;
 use llama_cpp_2::llama_backend::LlamaBackend;
 use llama_cpp_sys_2::{
     GGML_LOG_LEVEL_CONT, GGML_LOG_LEVEL_ERROR, ggml_log_level, ggml_log_set, llama_log_set,
@@ -61,6 +63,52 @@ pub(super) fn build_features() -> &'static str {
         };
         text.to_string_lossy().into_owned()
     })
+}
+
+/// Writes the KV of a sequence to the beginning of `buffer`, and cuts that to its length. What was in it is
+/// overwritten: a buffer used again is filled without being zeroed.
+///
+/// # Errors
+/// llama.cpp did not write what it had announced.
+pub(super) fn export_sequence(
+    context: &LlamaContext<'_>,
+    sequence: i32,
+    buffer: &mut Vec<u8>,
+) -> Result<(), String> {
+    let flags = LlamaStateSeqFlags::empty();
+    let size = context.state_seq_get_size_ext(sequence, flags);
+    buffer.resize(size, 0);
+    // SAFETY: the buffer has the bytes that llama.cpp says it writes, counted by the same code that writes them;
+    // nothing changes the context between the two calls, as both borrow it on the one thread that owns it.
+    let written = unsafe { context.state_seq_get_data_ext(buffer.as_mut_ptr(), sequence, flags) };
+    if written == size {
+        Ok(())
+    } else {
+        Err(format!("llama.cpp wrote {written} bytes of KV, not {size}"))
+    }
+}
+
+/// Replaces the KV of a sequence by one in llama.cpp's form.
+///
+/// The caller has compared the structure with what this context writes itself, and the sequence exists.
+///
+/// # Errors
+/// llama.cpp did not take it in; the sequence is empty then.
+pub(super) fn import_sequence(
+    context: &mut LlamaContext<'_>,
+    sequence: i32,
+    kv: &[u8],
+) -> Result<(), String> {
+    take_errors();
+    // SAFETY: llama.cpp reads within the slice, whose length it is given, and answers what it cannot read with an
+    // error; the mistakes it aborts on (an unknown sequence) the caller has excluded.
+    let taken =
+        unsafe { context.state_seq_set_data_ext(kv, sequence, LlamaStateSeqFlags::empty()) };
+    if taken {
+        Ok(())
+    } else {
+        Err(format!("llama.cpp takes in no such KV: {}", take_errors()))
+    }
 }
 
 /// llama.cpp's log callback. Must not unwind.

@@ -4,6 +4,7 @@
 //! checked here, whole, before anything is changed.
 
 use shoal_gossip::Tokens;
+use shoal_migrate::KvRange;
 
 use crate::engine::batched::{Slot, Step, StepItem};
 use crate::engine::llama::config::LlamaLayout;
@@ -147,6 +148,45 @@ impl Slots {
     pub(super) fn clear(&mut self, slot: Slot) {
         if let Some(held) = self.held.get_mut(slot.0 as usize) {
             held.clear();
+        }
+    }
+
+    /// Notes that KV of this many tokens was imported at the end of a slot; which tokens, [`adopt`](Self::adopt) tells.
+    pub(super) fn import(&mut self, slot: Slot, tokens: usize) {
+        if let Some(held) = self.held.get_mut(slot.0 as usize) {
+            held.resize(held.len() + tokens, 0);
+        }
+    }
+
+    /// Notes of which tokens the KV in a slot is. False when it is not of as many.
+    pub(super) fn adopt(&mut self, slot: Slot, ids: &[u32]) -> bool {
+        match self.held.get_mut(slot.0 as usize) {
+            Some(held) if held.len() == ids.len() => {
+                held.copy_from_slice(ids);
+                true
+            }
+            Some(_) | None => false,
+        }
+    }
+
+    /// Whether a slot has room for an import that begins here.
+    pub(super) fn check_import(&self, slot: Slot, range: KvRange) -> Result<(), String> {
+        let held = self.held(slot).len();
+        let kept: usize = self.held.iter().map(Vec::len).sum();
+        let (start, end) = (range.start().0 as usize, range.end());
+        let total = kept + (range.tokens().0 as usize);
+        let exists = (slot.0 as usize) < self.held.len();
+        if exists
+            && held == start
+            && end <= self.layout.tokens_per_slot
+            && total <= self.layout.total_tokens.0 as usize
+        {
+            Ok(())
+        } else {
+            Err(format!(
+                "KV from {start} to {end} for slot {}, which holds {held}",
+                slot.0
+            ))
         }
     }
 

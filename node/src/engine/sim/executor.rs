@@ -2,19 +2,39 @@
 //! that depend on every token before them.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
-use crate::engine::batched::{Executor, Sample, Sampled, Slot, Step, StepItem, TextModel};
+use shoal_migrate::KvRange;
+
+use crate::engine::batched::{
+    Executor, KvFault, KvForm, Sample, Sampled, Slot, Step, StepItem, TextModel,
+};
+use crate::engine::sim::kv::SimKv;
 use crate::engine::sim::text::{END, FIRST_WORD};
 use crate::engine::sim::{SimText, StepLoad, StepModel};
 use crate::engine::{EngineError, TokenLogprob};
 
 /// Stands for the KV of a sequence: as with a real one, the next token is a function of it, so a
 /// token that was left out, repeated or computed in the wrong slot changes everything after it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Kv {
-    tokens: u32,
-    digest: u64,
+    /// Digest of all tokens up to and with this one, of each.
+    digests: Vec<u64>,
+}
+
+impl Kv {
+    fn digest(&self) -> u64 {
+        self.digests.last().copied().unwrap_or(0)
+    }
+
+    fn extend(&mut self, ids: &[u32]) {
+        let mut digest = self.digest();
+        self.digests.extend(ids.iter().map(|id| {
+            digest = mix(digest ^ u64::from(*id).wrapping_add(1));
+            digest
+        }));
+    }
 }
 
 /// The executor of the simulated engine.
@@ -23,6 +43,7 @@ pub struct SimExecutor {
     model: StepModel,
     speed: f64,
     mean_output: u32,
+    kv: Option<SimKv>,
     slots: BTreeMap<Slot, Kv>,
 }
 
@@ -34,24 +55,31 @@ impl SimExecutor {
             model,
             speed,
             mean_output,
+            kv: None,
             slots: BTreeMap::new(),
         }
     }
 
+    /// Its KV travels in this form.
+    #[must_use]
+    pub fn with_kv(mut self, kv: SimKv) -> Self {
+        self.kv = Some(kv);
+        self
+    }
+
     fn compute(&mut self, item: &StepItem) -> Result<Option<Sampled>, EngineError> {
         let kv = self.slots.entry(item.slot).or_default();
-        if kv.tokens != item.position {
+        if kv.digests.len() != item.position as usize {
             let message = format!(
                 "tokens at position {} of slot {}, which holds {}",
-                item.position, item.slot.0, kv.tokens
+                item.position,
+                item.slot.0,
+                kv.digests.len()
             );
             return Err(EngineError::Broken(message));
         }
-        for id in &item.tokens {
-            kv.digest = mix(kv.digest ^ u64::from(*id).wrapping_add(1));
-            kv.tokens += 1;
-        }
-        let digest = kv.digest;
+        kv.extend(&item.tokens);
+        let digest = kv.digest();
         Ok(item.sample.as_ref().map(|sample| Sampled {
             slot: item.slot,
             id: draw(digest, sample, self.mean_output),
@@ -83,6 +111,50 @@ impl Executor for SimExecutor {
         }
         self.wait(step);
         Ok(sampled)
+    }
+
+    fn kv_form(&self) -> Option<Arc<dyn KvForm>> {
+        Some(Arc::new(self.kv?))
+    }
+
+    fn export(&mut self, slot: Slot, range: KvRange) -> Result<Vec<u8>, KvFault> {
+        let held = self.slots.get(&slot).map_or(&[][..], |kv| &kv.digests);
+        let wanted = held.get(range.start().0 as usize..range.end().0 as usize);
+        let digests = wanted.ok_or_else(|| {
+            let held = held.len();
+            KvFault::Broken(format!("KV up to {} of a slot of {held}", range.end()))
+        })?;
+        Ok(digests
+            .iter()
+            .flat_map(|digest| digest.to_le_bytes())
+            .collect())
+    }
+
+    fn import(&mut self, slot: Slot, range: KvRange, kv: &[u8]) -> Result<(), KvFault> {
+        let form = self
+            .kv
+            .ok_or_else(|| KvFault::Unfit("it takes in no KV".to_owned()))?;
+        let held = self.slots.entry(slot).or_default();
+        if held.digests.len() != range.start().0 as usize {
+            let message = format!(
+                "KV from {} on for a slot of {}",
+                range.start(),
+                held.digests.len()
+            );
+            return Err(KvFault::Broken(message));
+        }
+        held.digests.extend(form.digests(kv));
+        Ok(())
+    }
+
+    fn adopt(&mut self, slot: Slot, ids: &[u32]) -> Result<(), KvFault> {
+        let mut own = Kv::default();
+        own.extend(ids);
+        if self.slots.get(&slot) == Some(&own) {
+            Ok(())
+        } else {
+            Err(KvFault::Unfit("the KV is that of other tokens".to_owned()))
+        }
     }
 }
 
@@ -125,7 +197,7 @@ fn logprobs(digest: u64, sample: &Sample, mean_output: u32) -> Option<TokenLogpr
 }
 
 /// SplitMix64's finaliser: every bit of the result depends on every bit of `value`.
-fn mix(value: u64) -> u64 {
+pub(super) fn mix(value: u64) -> u64 {
     let mut bits = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

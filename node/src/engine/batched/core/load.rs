@@ -50,6 +50,7 @@ impl Batcher {
     fn prefill_backlog(&self) -> Tokens {
         self.sequences
             .values()
+            .filter(|sequence| sequence.steps())
             .map(|sequence| match (sequence.phase, sequence.uncomputed()) {
                 // A decoding sequence always has one token to compute; that is no backlog.
                 (Phase::Running { .. }, 1) => Tokens::ZERO,

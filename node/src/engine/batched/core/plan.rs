@@ -113,6 +113,7 @@ impl Batcher {
         self.sequences.get(&key).is_some_and(|sequence| {
             matches!(sequence.phase, Phase::Running { .. })
                 && !sequence.paused
+                && sequence.steps()
                 && !sequence.is_complete()
                 && tokens(sequence.uncomputed())
         })
@@ -130,13 +131,13 @@ impl Batcher {
             return;
         }
         *budget -= tokens;
-        let reaches_the_end = tokens == sequence.uncomputed();
+        let draws = sequence.hold.is_none() && tokens == sequence.uncomputed();
         plan.items.push(PlanItem {
             key,
             slot,
             position: sequence.computed,
             tokens,
-            sample: reaches_the_end.then_some(sequence.generated),
+            sample: draws.then_some(sequence.generated),
         });
     }
 
@@ -159,7 +160,7 @@ impl Batcher {
                 return true;
             }
             let Some(victim) = self.victim() else {
-                // Alone, and the rest is promised: the promise is used or its lease ends.
+                // Alone, and the rest is promised or held: promises, leases and hand-overs end.
                 return false;
             };
             self.preempt(victim);
@@ -167,20 +168,17 @@ impl Batcher {
         }
     }
 
-    /// The one to preempt: a paused one, else the last in order. The only one is spared.
+    /// The one to preempt: a paused one, else the last in order. The only one is spared, and so are those that
+    /// a hand-over holds.
     fn victim(&self) -> Option<SeqKey> {
-        if self.running_count() < 2 {
-            return None;
-        }
-        self.slots
-            .iter()
-            .flatten()
-            .filter_map(|key| {
-                let sequence = self.sequences.get(key)?;
-                Some((sequence.paused, sequence.place, *key))
-            })
-            .max()
-            .map(|(_, _, key)| key)
+        let candidates = self.slots.iter().flatten().filter_map(|key| {
+            let sequence = self.sequences.get(key)?;
+            let candidate = (sequence.paused, sequence.place, *key);
+            sequence.hold.is_none().then_some(candidate)
+        });
+        let several = candidates.clone().nth(1).is_some();
+        let (_, _, last) = candidates.max()?;
+        several.then_some(last)
     }
 
     fn preempt(&mut self, key: SeqKey) {
@@ -193,16 +191,24 @@ impl Batcher {
         sequence.phase = Phase::Waiting;
         sequence.computed = 0;
         sequence.preempted = true;
+        self.preemptions += 1;
         self.waiting.insert(sequence.place, Waiter::Sequence(key));
         self.vacate(slot, held);
     }
 
-    /// Starts the sequences whose room is set aside.
+    /// Starts the sequences whose room is set aside, but for those that a hand-over holds.
     fn start_aside(&mut self, budget: &mut u32, plan: &mut StepPlan) {
-        while let Some((_, key)) = self.aside.pop_first() {
+        let aside: Vec<_> = self
+            .aside
+            .iter()
+            .map(|(place, key)| (*place, *key))
+            .collect();
+        for (place, key) in aside {
             if let Some(sequence) = self.sequences.get(&key)
+                && sequence.hold.is_none()
                 && let Phase::Aside(demand) = sequence.phase
             {
+                self.aside.remove(&place);
                 self.reserved -= demand;
                 self.start(key, demand, plan);
                 self.push_item(key, budget, plan);
@@ -236,16 +242,23 @@ impl Batcher {
         }
     }
 
-    /// Gives a sequence the lowest free slot: engines are quickest when used slots are neighbours.
     fn start(&mut self, key: SeqKey, demand: Blocks, plan: &mut StepPlan) {
+        if self.take_slot(key, demand) {
+            plan.started.push(key);
+        }
+    }
+
+    /// Gives a sequence the lowest free slot: engines are quickest when used slots are neighbours. False when
+    /// there is none.
+    pub(super) fn take_slot(&mut self, key: SeqKey, demand: Blocks) -> bool {
         let free_slot = self.slots.iter().position(Option::is_none);
         let (Some(index), Some(sequence)) = (free_slot, self.sequences.get_mut(&key)) else {
-            return;
+            return false;
         };
         let slot = Slot(u32::try_from(index).unwrap_or(u32::MAX));
         sequence.phase = Phase::Running { slot, held: demand };
         self.slots[index] = Some(key);
         self.used += demand;
-        plan.started.push(key);
+        true
     }
 }

@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use proptest::prelude::*;
-use shoal_gossip::{Blocks, Timestamp, Tokens};
+use shoal_gossip::{Blocks, Epoch, Timestamp, Tokens};
+use shoal_migrate::CopyMode;
 
 use super::tests::{config, spec};
 use super::*;
@@ -27,6 +28,7 @@ impl Batcher {
                 Phase::Aside(demand) => {
                     reserved += demand;
                     assert_eq!(self.aside.get(&sequence.place), Some(key));
+                    assert_ne!(sequence.hold, Some(Hold::Recomputing));
                 }
                 Phase::Running { slot, held } => {
                     used += held;
@@ -80,6 +82,19 @@ enum Op {
     },
     Remove(usize),
     Pause(usize, bool),
+    /// A hand-over takes it away from here.
+    Stop(usize),
+    /// It stays, or what arrived runs.
+    GoOn(usize),
+    Arrive {
+        prompt: u32,
+        generated: u32,
+        more: u32,
+        promise: Option<usize>,
+        mode: CopyMode,
+    },
+    Import(usize, u32),
+    SetOutput(usize, u32),
     /// Plan, do this many things while it runs, apply.
     Step,
     AbortInStep(usize),
@@ -98,10 +113,33 @@ fn op() -> impl Strategy<Value = Op> {
             }),
         1 => any::<usize>().prop_map(Op::Remove),
         2 => (any::<usize>(), any::<bool>()).prop_map(|(which, paused)| Op::Pause(which, paused)),
+        2 => any::<usize>().prop_map(Op::Stop),
+        2 => any::<usize>().prop_map(Op::GoOn),
+        2 => arrive(),
+        3 => (any::<usize>(), 1u32..60).prop_map(|(which, tokens)| Op::Import(which, tokens)),
+        1 => (any::<usize>(), 1u32..10).prop_map(|(which, more)| Op::SetOutput(which, more)),
         12 => Just(Op::Step),
         1 => any::<usize>().prop_map(Op::AbortInStep),
         1 => (1u64..100).prop_map(|ms| Op::Wait { ms }),
     ]
+}
+
+fn arrive() -> impl Strategy<Value = Op> {
+    let mode = prop_oneof![
+        Just(CopyMode::Kv),
+        Just(CopyMode::Recompute),
+        Just(CopyMode::Waiting)
+    ];
+    let promise = proptest::option::of(any::<usize>());
+    (1u32..120, 0u32..20, 1u32..60, promise, mode).prop_map(
+        |(prompt, generated, more, promise, mode)| Op::Arrive {
+            prompt,
+            generated,
+            more,
+            promise,
+            mode,
+        },
+    )
 }
 
 fn layouts() -> impl Strategy<Value = BatchConfig> {
@@ -163,6 +201,7 @@ impl Outside {
                 let ask = ReserveAsk {
                     demand: Blocks(demand),
                     lease: Duration::from_millis(lease_ms),
+                    at_once: false,
                 };
                 self.promises.extend(self.core.reserve(self.now, ask));
             }
@@ -178,19 +217,38 @@ impl Outside {
                 priority,
                 promise,
             } => {
-                self.serial += 1;
-                let promise =
-                    promise.and_then(|n| self.promises.get(n % self.promises.len().max(1)));
                 let spec = SeqSpec {
-                    generated_len: generated,
                     priority: Priority(priority),
-                    reservation: promise.copied(),
-                    ..spec(self.serial, prompt, generated + more)
+                    ..self.spec(prompt, generated, more, promise)
                 };
                 if let Ok(key) = self.core.submit(self.now, spec) {
                     self.live.insert(key, (generated, generated + more));
                 }
             }
+            Op::Arrive {
+                prompt,
+                generated,
+                more,
+                promise,
+                mode,
+            } => {
+                let spec = self.spec(prompt, generated, more, promise);
+                if let Ok(key) = self.core.arrive(self.now, spec, mode) {
+                    self.live.insert(key, (generated, generated + more));
+                }
+            }
+            Op::Stop(which) => {
+                if let Some(key) = self.pick(which) {
+                    self.core.stop(key);
+                }
+            }
+            Op::GoOn(which) => {
+                if let Some(key) = self.pick(which) {
+                    self.core.go_on(key, Epoch::FIRST.next());
+                }
+            }
+            Op::Import(which, tokens) => self.import(which, tokens),
+            Op::SetOutput(which, more) => self.set_output(which, more),
             Op::Remove(which) => {
                 if let Some(key) = self.pick(which) {
                     self.core.remove(key);
@@ -209,10 +267,77 @@ impl Outside {
         self.core.audit();
     }
 
+    fn spec(&mut self, prompt: u32, generated: u32, more: u32, promise: Option<usize>) -> SeqSpec {
+        self.serial += 1;
+        let promise = promise.and_then(|n| self.promises.get(n % self.promises.len().max(1)));
+        SeqSpec {
+            generated_len: generated,
+            reservation: promise.copied(),
+            ..spec(self.serial, prompt, generated + more)
+        }
+    }
+
+    fn remove(&mut self, key: SeqKey) {
+        self.core.remove(key);
+        self.live.remove(&key);
+    }
+
+    /// As the jobs do it: no more than the request can have, and what finds no room is gone.
+    fn import(&mut self, which: usize, tokens: u32) {
+        let Some(key) = self.pick(which) else { return };
+        if self.core.slot_to_fill(key).is_none() {
+            return;
+        }
+        let sequence = self.core.sequences[&key];
+        let known = sequence.known();
+        let end = (sequence.computed + tokens)
+            .min(known - 1)
+            .max(sequence.computed);
+        if self.core.imported(key, Tokens(end)).is_err() {
+            self.remove(key);
+        }
+    }
+
+    fn set_output(&mut self, which: usize, more: u32) {
+        let Some(key) = self.pick(which) else { return };
+        let arrives = self.core.sequences[&key]
+            .hold
+            .is_some_and(|hold| hold != Hold::Stopped);
+        let Some((next, end)) = self.live.get(&key).copied().filter(|_| arrives) else {
+            return;
+        };
+        let output = (next + more).min(end - 1);
+        if self.core.set_output(key, Tokens(output)).is_err() {
+            self.remove(key);
+        } else {
+            self.live.insert(key, (output, end));
+        }
+    }
+
+    /// What a plan may not do to sequences that a hand-over holds.
+    fn check_holds(&mut self, plan: &StepPlan) {
+        for item in &plan.items {
+            match self.core.sequences[&item.key].hold {
+                None => {}
+                Some(Hold::Recomputing) => assert_eq!(item.sample, None, "it draws nothing"),
+                Some(hold @ (Hold::Stopped | Hold::Arriving)) => panic!("a step for {hold:?}"),
+            }
+        }
+        for key in &plan.preempted {
+            assert_eq!(self.core.sequences[key].hold, None, "preempted while held");
+        }
+        for slot in &plan.clear {
+            let key = self.core.slots[slot.0 as usize];
+            let holds_kv = key.is_some_and(|key| self.core.sequences[&key].computed > 0);
+            assert!(!holds_kv, "KV that came in is cleared");
+        }
+    }
+
     fn step(&mut self, abort: Option<SeqKey>) {
         let plan = self.core.plan(self.now);
         self.core.audit();
         check_plan(&plan, self.core.config());
+        self.check_holds(&plan);
         if let Some(key) = abort {
             self.core.remove(key);
             self.live.remove(&key);
@@ -264,6 +389,7 @@ proptest! {
         outside.core.expire(outside.now);
         for key in outside.live.keys() {
             outside.core.set_paused(*key, false);
+            outside.core.go_on(*key, Epoch::FIRST.next());
         }
         let left: u32 = outside.live.values().map(|(next, end)| end - next).sum();
         // At worst one token of one sequence a step, after a prefill of its 192 tokens, cell by cell.

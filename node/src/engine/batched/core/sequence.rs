@@ -58,6 +58,17 @@ pub(super) enum Phase {
     Running { slot: Slot, held: Blocks },
 }
 
+/// What a hand-over makes of a sequence until it ends. One that is held is never preempted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hold {
+    /// Leaves: gets no step and holds up nobody in the queue.
+    Stopped,
+    /// Comes in: gets no step, its KV is imported, or it has yet to start.
+    Arriving,
+    /// Comes in: is prefilled up to its last token but one, and draws nothing.
+    Recomputing,
+}
+
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sequence {
     pub(super) request: RequestId,
@@ -70,19 +81,52 @@ pub(super) struct Sequence {
     /// Tokens whose KV exists.
     pub(super) computed: u32,
     pub(super) paused: bool,
+    pub(super) hold: Option<Hold>,
     /// It ran before and was preempted; such a one waits on top of the queue bound.
     pub(super) preempted: bool,
 }
 
 impl Sequence {
+    pub(super) fn new(spec: &SeqSpec, ticket: u64) -> Self {
+        Self {
+            request: spec.request,
+            epoch: spec.epoch,
+            prompt_len: spec.prompt_len,
+            generated: spec.generated_len,
+            max_tokens: spec.max_tokens,
+            place: Place::new(spec.priority, ticket),
+            phase: Phase::Waiting,
+            computed: 0,
+            paused: false,
+            hold: None,
+            preempted: false,
+        }
+    }
+
     /// Tokens that exist: prompt and output.
     pub(super) fn known(&self) -> u32 {
         self.prompt_len.saturating_add(self.generated)
     }
 
-    /// Tokens without KV. One when the sequence decodes.
+    /// Tokens that may be computed now. The last one gives the next, so one that draws nothing leaves it.
+    fn computable(&self) -> u32 {
+        match self.hold {
+            Some(Hold::Recomputing) => self.known().saturating_sub(1),
+            Some(Hold::Stopped | Hold::Arriving) | None => self.known(),
+        }
+    }
+
+    /// Tokens without KV that may be computed. One when the sequence decodes.
     pub(super) fn uncomputed(&self) -> u32 {
-        self.known().saturating_sub(self.computed)
+        self.computable().saturating_sub(self.computed)
+    }
+
+    /// May take steps, as far as hand-overs go.
+    pub(super) fn steps(&self) -> bool {
+        match self.hold {
+            Some(Hold::Stopped | Hold::Arriving) => false,
+            Some(Hold::Recomputing) | None => true,
+        }
     }
 
     /// Has all its output; waits to be removed.
@@ -105,7 +149,7 @@ impl Sequence {
         let cell_end = (self.computed / grid)
             .saturating_add(1)
             .saturating_mul(grid);
-        let mut end = cell_end.min(self.known());
+        let mut end = cell_end.min(self.computable());
         if self.computed < self.prompt_len {
             end = end.min(self.prompt_len);
         }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use shoal_gossip::{BlockSize, Blocks, Epoch, NodeId, Readiness, RequestId, Timestamp, Tokens};
+use shoal_migrate::CopyMode;
 
 use super::*;
 
@@ -46,6 +47,7 @@ fn ask(demand: u32) -> ReserveAsk {
     ReserveAsk {
         demand: Blocks(demand),
         lease: LEASE,
+        at_once: false,
     }
 }
 
@@ -419,4 +421,163 @@ fn step_time_is_smoothed_and_unknown_before_the_first_step() {
     assert_eq!(core.load().step_time(), Duration::from_millis(8));
     core.applied(&StepPlan::default(), Duration::from_millis(16));
     assert_eq!(core.load().step_time(), Duration::from_millis(9));
+}
+
+fn arriving(core: &mut Batcher, serial: u64, mode: CopyMode, blocks: u32) -> SeqKey {
+    let reservation = core.reserve(NOW, ask(blocks)).expect("free");
+    let spec = SeqSpec {
+        generated_len: 4,
+        reservation: Some(reservation),
+        ..spec(serial, 40, 20)
+    };
+    core.arrive(NOW, spec, mode).expect("promised")
+}
+
+#[test]
+fn a_stopped_sequence_keeps_what_it_has_and_gets_no_step() {
+    let mut core = batcher(config(100));
+    let key = core.submit(NOW, spec(1, 30, 20)).expect("fits");
+    core.submit(NOW, spec(2, 10, 20)).expect("fits");
+    step(&mut core);
+    let used = core.load().used;
+    assert!(core.stop(key));
+    assert!(!core.stop(key), "it is held already");
+    assert_eq!(step(&mut core), [(1, 10, 1, Some(1))]);
+    assert_eq!(
+        (core.load().used, core.load().prefill_backlog),
+        (used, Tokens::ZERO)
+    );
+    core.go_on(key, Epoch::FIRST.next());
+    assert_eq!(step(&mut core), [(0, 30, 1, Some(1)), (1, 11, 1, Some(2))]);
+    assert_eq!(core.find(request(1)), Some((key, Epoch::FIRST.next())));
+}
+
+#[test]
+fn a_held_sequence_is_not_preempted_and_the_only_other_one_waits_for_it() {
+    let mut core = batcher(config(4));
+    let held = core.submit(NOW, spec(1, 16, 40)).expect("fits");
+    core.submit(NOW, spec(2, 31, 30)).expect("fits");
+    step(&mut core);
+    core.stop(held);
+    // 2 and 2 blocks: one more token fits, the next does not.
+    assert_eq!(step(&mut core), [(1, 31, 1, Some(1))]);
+    let plan = core.plan(NOW);
+    assert_eq!((plan.preempted, plan.items), (Vec::new(), Vec::new()));
+    core.go_on(held, Epoch::FIRST.next());
+    let plan = core.plan(NOW);
+    assert_eq!(plan.preempted.len(), 1);
+    core.audit();
+}
+
+#[test]
+fn a_stopped_waiting_sequence_leaves_the_front_of_the_queue_to_others() {
+    let mut core = batcher(config(10));
+    core.submit(NOW, spec(1, 100, 5)).expect("fits");
+    step(&mut core);
+    let large = core.submit(NOW, spec(2, 140, 5)).expect("queue");
+    core.submit(NOW, spec(3, 20, 5)).expect("queue");
+    step(&mut core);
+    assert_eq!(core.load().running, 1, "nobody overtakes");
+    core.stop(large);
+    assert_eq!(core.load().head_of_line, Blocks(2));
+    step(&mut core);
+    assert_eq!((core.load().running, core.load().queued), (2, 1));
+}
+
+#[test]
+fn an_arriving_sequence_fills_its_promise_and_then_draws_as_if_it_had_run_here() {
+    let mut core = batcher(config(100));
+    let key = arriving(&mut core, 1, CopyMode::Kv, 6);
+    assert_eq!(
+        (core.load().used, core.load().reserved),
+        (Blocks(6), Blocks::ZERO)
+    );
+    assert_eq!(step(&mut core), []);
+    assert_eq!(core.slot_to_fill(key), Some((Slot(0), false)));
+    core.imported(key, Tokens(30)).expect("room");
+    core.set_output(key, Tokens(9)).expect("room");
+    core.imported(key, Tokens(48)).expect("room");
+    assert_eq!(step(&mut core), []);
+    core.go_on(key, Epoch::FIRST.next());
+    assert_eq!(core.load().used, Blocks(4), "what it does not need is free");
+    assert_eq!(step(&mut core), [(0, 48, 1, Some(9))]);
+}
+
+#[test]
+fn what_an_arriving_sequence_finds_in_its_slot_is_cleared_once_and_not_again() {
+    let mut core = batcher(config(100));
+    let old = core.submit(NOW, spec(1, 10, 5)).expect("fits");
+    step(&mut core);
+    core.remove(old);
+    let key = arriving(&mut core, 2, CopyMode::Kv, 4);
+    assert_eq!(core.slot_to_fill(key), Some((Slot(0), true)));
+    assert_eq!(core.slot_to_fill(key), Some((Slot(0), false)));
+    core.imported(key, Tokens(30)).expect("room");
+    core.submit(NOW, spec(3, 10, 5)).expect("fits");
+    assert_eq!(core.plan(NOW).clear, []);
+    core.remove(key);
+    core.submit(NOW, spec(4, 10, 5)).expect("fits");
+    assert_eq!(core.plan(NOW).clear, [Slot(0)]);
+}
+
+#[test]
+fn kv_that_finds_no_block_is_refused_and_nobody_is_pushed_out_for_it() {
+    let mut core = batcher(config(10));
+    let key = arriving(&mut core, 1, CopyMode::Kv, 3);
+    core.reserve(NOW, ask(7)).expect("the rest");
+    core.imported(key, Tokens(48)).expect("promised");
+    assert_eq!(core.imported(key, Tokens(49)), Err(NoRoom));
+    assert_eq!(core.set_output(key, Tokens(9)), Err(NoRoom));
+    let standing = core.standing(key).expect("is here");
+    assert_eq!(
+        (standing.computed, standing.blocks),
+        (Tokens(48), Blocks(3))
+    );
+}
+
+#[test]
+fn a_recomputed_sequence_is_prefilled_up_to_its_last_token_and_draws_nothing() {
+    let mut core = batcher(config(100));
+    let key = arriving(&mut core, 1, CopyMode::Recompute, 3);
+    assert_eq!(step(&mut core), [(0, 0, 43, None)]);
+    assert_eq!(step(&mut core), []);
+    core.set_output(key, Tokens(9)).expect("room");
+    assert_eq!(step(&mut core), [(0, 43, 5, None)]);
+    core.go_on(key, Epoch::FIRST.next());
+    assert_eq!(step(&mut core), [(0, 48, 1, Some(9))]);
+}
+
+#[test]
+fn a_sequence_that_waited_elsewhere_keeps_its_promise_and_starts_when_it_may() {
+    let mut core = batcher(config(100));
+    let key = arriving(&mut core, 1, CopyMode::Waiting, 5);
+    assert_eq!(
+        (core.load().used, core.load().reserved),
+        (Blocks::ZERO, Blocks(5))
+    );
+    assert_eq!(step(&mut core), []);
+    core.go_on(key, Epoch::FIRST.next());
+    assert_eq!(
+        core.load().reserved,
+        Blocks(3),
+        "what it does not need is free"
+    );
+    assert_eq!(step(&mut core), [(0, 0, 44, Some(4))]);
+}
+
+#[test]
+fn nothing_arrives_without_room_at_once() {
+    let mut core = batcher(config(10));
+    core.submit(NOW, spec(1, 140, 5)).expect("fits");
+    let queued = core.reserve(NOW, ask(5)).expect("queue");
+    let waits = SeqSpec {
+        reservation: Some(queued),
+        ..spec(2, 40, 20)
+    };
+    for spec in [waits, spec(2, 40, 20)] {
+        let refused = core.arrive(NOW, spec, CopyMode::Kv);
+        assert_eq!(refused, Err(SubmitRefusal::QueueFull));
+        core.audit();
+    }
+    assert_eq!(core.load().queued, 0, "the promise is used up");
 }
