@@ -15,12 +15,15 @@
 //!   an admitted peer with its protocol version, and a dialler trusts nothing before it.
 //! - A node that leaves the view loses its connections, both ways, at once: the state plane alone says
 //!   who is dead.
+//! - KV bytes share the endpoint and nothing else: see [`crate::mesh::bulk`].
 //! - The endpoint is driven on the gossip thread, whose socket it shares; connections run where they
 //!   are used.
 
 mod accept;
-mod dial;
-mod transport;
+pub(in crate::mesh) mod dial;
+mod read;
+mod submit;
+pub(in crate::mesh) mod transport;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -29,7 +32,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use libp2p::identity::Keypair;
 use quinn::{Endpoint, TokioRuntime, VarInt};
-use shoal_gossip::{ClusterView, NodeId};
+use shoal_gossip::{ClusterView, MonotonicClock, NodeId};
+use shoal_migrate::transfer::KvTransfer;
+use shoal_migrate::transfer::quic::{QuicReceiver, QuicTransfer};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::time::timeout;
@@ -37,10 +42,11 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::debug;
 
+use crate::mesh::bulk::{self, Bulk};
 use crate::mesh::members::Members;
-use crate::mesh::messages::{PROTOCOL, Submit};
+use crate::mesh::messages::{Open, PROTOCOL};
 use crate::mesh::socket::{SharedSocket, endpoint_config};
-use crate::mesh::tls::{Admit, PeerTls, STREAM_ALPN, TlsError};
+use crate::mesh::tls::{Admit, BULK_ALPN, PeerTls, STREAM_ALPN, TlsError};
 use crate::mesh::{FrameReceiver, StreamError, StreamHandler, StreamPlane};
 
 /// Frames that may wait on either side of a stream. Enough that a task switch does not stall a step's
@@ -76,18 +82,28 @@ pub enum StreamStartError {
     Endpoint(String),
 }
 
+/// Where that goes which other nodes send.
+#[derive(Debug)]
+pub struct Serving {
+    /// Requests.
+    pub streams: Arc<dyn StreamHandler>,
+    /// KV.
+    pub bulk: Bulk,
+}
+
 /// A running stream plane.
 #[derive(Debug)]
 pub struct StreamNode {
     endpoint: Endpoint,
     pool: Arc<dial::Pool>,
+    carrier: Arc<QuicTransfer>,
     stop: CancellationToken,
     tasks: TaskTracker,
 }
 
 impl StreamNode {
-    /// Starts serving on `socket`. `gossip_thread` drives the endpoint; requests of others go to
-    /// `handler`; who may come, and where others are, is read off `view`.
+    /// Starts serving on `socket`. `gossip_thread` drives the endpoint; requests and KV of others go where
+    /// `serving` says; who may come, and where others are, is read off `view`.
     ///
     /// # Errors
     /// See [`StreamStartError`].
@@ -96,14 +112,14 @@ impl StreamNode {
         gossip_thread: &Handle,
         keypair: &Keypair,
         view: watch::Receiver<Arc<ClusterView>>,
-        handler: Arc<dyn StreamHandler>,
+        serving: Serving,
     ) -> Result<Arc<Self>, StreamStartError> {
         let wrong = |error: &dyn std::fmt::Display| StreamStartError::Endpoint(error.to_string());
         let members = Members::new(view);
         let tls = PeerTls::new(keypair)?;
         let guests = members.clone();
         let admit: Admit = Arc::new(move |peer| guests.admit(peer).is_some());
-        let server = transport::server_config(tls.server(STREAM_ALPN, admit)?);
+        let server = transport::server_config(tls.server(&[STREAM_ALPN, BULK_ALPN], admit)?);
         let config = endpoint_config(socket.quic.as_ref()).map_err(|error| wrong(&error))?;
         let endpoint = {
             let _driver = gossip_thread.enter();
@@ -116,26 +132,49 @@ impl StreamNode {
             .map_err(|error| wrong(&error))?
         };
         let (stop, tasks) = (CancellationToken::new(), TaskTracker::new());
+        let Serving {
+            streams: handler,
+            bulk,
+        } = serving;
         let acceptor = accept::Acceptor {
             endpoint: endpoint.clone(),
             members: members.clone(),
             handler,
+            bulk: QuicReceiver::new(bulk.receiver, bulk.limits, tasks.clone()),
             stop: stop.clone(),
             tasks: tasks.clone(),
         };
         tasks.spawn(acceptor.run());
+        let dialler = dial::Dialler {
+            endpoint: endpoint.clone(),
+            tls,
+            members,
+            tasks: tasks.clone(),
+            stop: stop.clone(),
+        };
+        let streams = dial::Use {
+            alpn: STREAM_ALPN,
+            transport: Arc::new(transport::client_transport()),
+        };
+        let parcels = dial::Use {
+            alpn: BULK_ALPN,
+            transport: Arc::new(bulk::client_transport(bulk.mtu)),
+        };
+        let links = bulk::Links::new(dial::Pool::new(dialler.clone(), parcels));
+        let clock = Arc::new(MonotonicClock::start());
+        let carrier = QuicTransfer::new(Arc::new(links), bulk.limits, clock, tasks.clone());
         Ok(Arc::new(Self {
-            pool: dial::Pool::new(dial::Dialler {
-                endpoint: endpoint.clone(),
-                tls,
-                members,
-                tasks: tasks.clone(),
-                stop: stop.clone(),
-            }),
+            pool: dial::Pool::new(dialler, streams),
+            carrier: Arc::new(carrier),
             endpoint,
             stop,
             tasks,
         }))
+    }
+
+    /// Carries KV to other nodes.
+    pub fn carrier(&self) -> Arc<dyn KvTransfer> {
+        Arc::clone(&self.carrier) as _
     }
 
     /// Where it is bound.
@@ -174,8 +213,8 @@ impl StreamNode {
 
 #[async_trait]
 impl StreamPlane for StreamNode {
-    async fn open(&self, to: NodeId, submit: Submit) -> Result<FrameReceiver, StreamError> {
-        self.pool.open(to, submit).await
+    async fn open(&self, to: NodeId, open: Open) -> Result<FrameReceiver, StreamError> {
+        submit::open(&self.pool, to, open).await
     }
 }
 

@@ -25,8 +25,11 @@ use rustls::{
 };
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
-/// ALPN of token streams. A plane with other bytes gets its own.
+/// ALPN of token streams.
 pub const STREAM_ALPN: &[u8] = b"shoal/stream/1";
+
+/// ALPN of KV bytes. They have connections of their own, so that nothing quick ever waits behind them.
+pub const BULK_ALPN: &[u8] = b"shoal/bulk/1";
 
 /// What rustls is told as server name. It goes nowhere: SNI is off and the verifier pins a `PeerId`.
 pub(crate) const SERVER_NAME: &str = "shoal";
@@ -74,16 +77,31 @@ impl PeerTls {
         })
     }
 
-    /// Accepts clients whose identity `admit` lets in.
-    pub(crate) fn server(&self, alpn: &[u8], admit: Admit) -> Result<QuicServerConfig, TlsError> {
+    /// Accepts clients that speak one of `alpns` and whose identity `admit` lets in.
+    pub(crate) fn server(
+        &self,
+        alpns: &[&[u8]],
+        admit: Admit,
+    ) -> Result<QuicServerConfig, TlsError> {
+        Ok(QuicServerConfig::try_from(
+            self.plain_server(alpns, admit)?,
+        )?)
+    }
+
+    /// The same, for TLS over anything.
+    pub(crate) fn plain_server(
+        &self,
+        alpns: &[&[u8]],
+        admit: Admit,
+    ) -> Result<rustls::ServerConfig, TlsError> {
         let mut config = rustls::ServerConfig::builder_with_provider(Arc::clone(&self.provider))
             .with_protocol_versions(&[&rustls::version::TLS13])?
             .with_client_cert_verifier(Arc::new(PeerVerifier { admit }))
             .with_cert_resolver(Arc::clone(&self.presented) as _);
-        config.alpn_protocols = vec![alpn.to_vec()];
+        config.alpn_protocols = alpns.iter().map(|alpn| alpn.to_vec()).collect();
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
-        Ok(QuicServerConfig::try_from(config)?)
+        Ok(config)
     }
 
     /// Speaks to `expected` only.
@@ -92,6 +110,17 @@ impl PeerTls {
         alpn: &[u8],
         expected: PeerId,
     ) -> Result<QuicClientConfig, TlsError> {
+        Ok(QuicClientConfig::try_from(
+            self.plain_client(alpn, expected)?,
+        )?)
+    }
+
+    /// The same, for TLS over anything.
+    pub(crate) fn plain_client(
+        &self,
+        alpn: &[u8],
+        expected: PeerId,
+    ) -> Result<rustls::ClientConfig, TlsError> {
         let admit: Admit = Arc::new(move |peer| *peer == expected);
         let mut config = rustls::ClientConfig::builder_with_provider(Arc::clone(&self.provider))
             .with_protocol_versions(&[&rustls::version::TLS13])?
@@ -101,7 +130,7 @@ impl PeerTls {
         config.alpn_protocols = vec![alpn.to_vec()];
         config.enable_sni = false;
         config.resumption = Resumption::disabled();
-        Ok(QuicClientConfig::try_from(config)?)
+        Ok(config)
     }
 }
 
@@ -125,6 +154,15 @@ pub(crate) fn peer_of(connection: &quinn::Connection) -> Option<PeerId> {
     certificate::parse(chain.first()?)
         .ok()
         .map(|certificate| certificate.peer_id())
+}
+
+/// Which of the ALPNs an established connection speaks.
+pub(crate) fn alpn_of(connection: &quinn::Connection) -> Option<Vec<u8>> {
+    connection
+        .handshake_data()?
+        .downcast::<quinn::crypto::rustls::HandshakeData>()
+        .ok()?
+        .protocol
 }
 
 #[derive(Debug)]

@@ -103,3 +103,30 @@ async fn garbage_of_either_kind_leaves_the_socket_working() {
     let received = timeout(PATIENCE, far.gossip.recv_from()).await;
     assert_eq!(received.expect("a datagram").unwrap().0[..], [7]);
 }
+
+#[tokio::test]
+async fn a_batch_longer_than_a_datagram_may_be_arrives_all_the_same() {
+    let socket = SharedSocket::bind(([127, 0, 0, 1], 0).into(), &Handle::current()).unwrap();
+    let far = UdpSocket::bind("127.0.0.1:0").unwrap();
+    far.set_read_timeout(Some(PATIENCE)).unwrap();
+    let contents = vec![QUIC_BIT | 5; 10 * usize::from(BULK_MTU)];
+    let sending = async {
+        let batch = Transmit {
+            destination: far.local_addr().unwrap(),
+            ecn: None,
+            contents: &contents,
+            segment_size: Some(BULK_MTU.into()),
+            src_ip: None,
+        };
+        while let Err(error) = socket.quic.try_send(&batch) {
+            assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+            tokio::task::yield_now().await;
+        }
+    };
+    timeout(PATIENCE, sending).await.expect("room to send");
+    let mut buffer = vec![0; MAX_DATAGRAM];
+    for _ in 0..10 {
+        let length = far.recv(&mut buffer).unwrap();
+        assert_eq!(length, usize::from(BULK_MTU));
+    }
+}

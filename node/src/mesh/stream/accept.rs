@@ -1,10 +1,11 @@
-//! The host's side: admit connections, read submissions, write frames.
+//! The host's side: admit connections, read submissions, write frames. Connections for bulk go to its receiver.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use quinn::{Connection, Endpoint, Incoming, RecvStream, SendStream};
 use shoal_gossip::NodeId;
+use shoal_migrate::transfer::quic::QuicReceiver;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -12,11 +13,12 @@ use tokio_util::task::TaskTracker;
 use tracing::{debug, trace};
 
 use crate::mesh::StreamHandler;
+use crate::mesh::bulk;
 use crate::mesh::codec::{CodecError, FrameReader, encode_frame};
 use crate::mesh::members::Members;
-use crate::mesh::messages::{Frame, MAX_FRAME_BYTES, MAX_SUBMIT_BYTES, Submit};
+use crate::mesh::messages::{Frame, MAX_FRAME_BYTES, MAX_SUBMIT_BYTES, Open};
 use crate::mesh::stream::{CODE_CLOSING, CODE_NOT_A_MEMBER, FRAMES, GREETING, SUBMIT_PATIENCE};
-use crate::mesh::tls::peer_of;
+use crate::mesh::tls::{BULK_ALPN, alpn_of, peer_of};
 
 /// Connections from outside, handshakes included: one from each node of the largest mesh, and as many
 /// again that are being replaced. Beyond it they are refused at their first packet.
@@ -36,6 +38,7 @@ pub(super) struct Acceptor {
     pub(super) endpoint: Endpoint,
     pub(super) members: Members,
     pub(super) handler: Arc<dyn StreamHandler>,
+    pub(super) bulk: Arc<QuicReceiver>,
     pub(super) stop: CancellationToken,
     pub(super) tasks: TaskTracker,
 }
@@ -71,6 +74,7 @@ impl Acceptor {
             let host = Host {
                 members: self.members.clone(),
                 handler: Arc::clone(&self.handler),
+                bulk: Arc::clone(&self.bulk),
                 room: Arc::clone(&room),
                 stop: self.stop.clone(),
                 tasks: self.tasks.clone(),
@@ -86,6 +90,7 @@ impl Acceptor {
 struct Host {
     members: Members,
     handler: Arc<dyn StreamHandler>,
+    bulk: Arc<QuicReceiver>,
     /// Bounds the memory that submissions take while they are read.
     room: Arc<Semaphore>,
     stop: CancellationToken,
@@ -102,6 +107,9 @@ impl Host {
         let admitted = timeout(HANDSHAKE_PATIENCE, self.admit(incoming)).await;
         drop(handshake);
         match admitted {
+            Ok(Ok((connection, node))) if is_bulk(&connection) => {
+                self.serve_bulk(connection, node).await;
+            }
             Ok(Ok((connection, node))) => self.serve(connection, node).await,
             Ok(Err(reason)) => trace!(reason, "connection refused"),
             Err(_) => trace!("a handshake took too long"),
@@ -114,6 +122,9 @@ impl Host {
         let connection = connecting.await.map_err(|error| text(&error))?;
         let peer = peer_of(&connection).ok_or("no identity")?;
         let node = self.members.admit(&peer).ok_or("not in the mesh")?;
+        if is_bulk(&connection) {
+            bulk::widen(&connection);
+        }
         let mut greeting = connection.open_uni().await.map_err(|error| text(&error))?;
         greeting
             .write_all(&GREETING)
@@ -149,11 +160,24 @@ impl Host {
         }
     }
 
+    /// Takes parcels until the connection ends, the plane stops or the peer leaves the view.
+    async fn serve_bulk(self, connection: Connection, node: NodeId) {
+        let member = move |members: &Members| members.find(node).is_some();
+        tokio::select! {
+            biased;
+            () = self.stop.cancelled() => connection.close(CODE_CLOSING, b"closing"),
+            () = self.members.clone().until_not(member) => {
+                connection.close(CODE_NOT_A_MEMBER, b"not in the mesh");
+            }
+            () = self.bulk.serve(connection.clone(), node) => {}
+        }
+    }
+
     /// One request of another home.
     async fn request(self, from: NodeId, send: SendStream, recv: RecvStream) {
         let mut reader = FrameReader::new(recv, MAX_SUBMIT_BYTES);
-        let submit = match timeout(SUBMIT_PATIENCE, self.read(&mut reader)).await {
-            Ok(Ok(submit)) => submit,
+        let open = match timeout(SUBMIT_PATIENCE, self.read(&mut reader)).await {
+            Ok(Ok(open)) => open,
             // Dropping the stream tells the home.
             Ok(Err(error)) => return debug!(%from, %error, "a submission could not be read"),
             Err(_) => return debug!(%from, "a submission took too long"),
@@ -161,18 +185,19 @@ impl Host {
         drop(reader);
         let (frames, outbox) = mpsc::channel(FRAMES);
         // The writer drops its end when the home stops the stream, which ends the handler.
-        tokio::join!(
-            self.handler.serve(from, submit, frames),
-            write(send, outbox)
-        );
+        tokio::join!(self.handler.serve(from, open, frames), write(send, outbox));
     }
 
-    async fn read(&self, reader: &mut FrameReader<RecvStream>) -> Result<Submit, CodecError> {
+    async fn read(&self, reader: &mut FrameReader<RecvStream>) -> Result<Open, CodecError> {
         let length = reader.length().await?.ok_or(CodecError::Truncated)?;
         let kib = u32::try_from(length.div_ceil(1024)).unwrap_or(u32::MAX);
         let _room = self.room.acquire_many(kib).await;
         reader.next().await?.ok_or(CodecError::Truncated)
     }
+}
+
+fn is_bulk(connection: &Connection) -> bool {
+    alpn_of(connection).is_some_and(|alpn| alpn == BULK_ALPN)
 }
 
 /// Writes frames until the last, or until the home no longer wants them.

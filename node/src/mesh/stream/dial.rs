@@ -1,36 +1,29 @@
-//! The home's side: one connection per host, made when first needed, and one stream per request.
+//! Connections to hosts, one per host and use, made when first needed.
 //!
 //! Each connection belongs to one task: it dials, tells all who wait how it went, and then keeps the
 //! connection until the host leaves the view or comes back in a new life, the connection breaks, or
 //! nobody has used it for a while. Who asks while it dials waits for the same outcome, good or bad, so a host
 //! that does not answer costs everybody one dial's patience, not one after the other.
 
-mod read;
-
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use quinn::{Connection, Endpoint};
+use quinn::{ClientConfig, Connection, Endpoint, TransportConfig};
 use shoal_gossip::NodeId;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::debug;
 
-use crate::mesh::codec::{FrameReader, encode_frame};
 use crate::mesh::members::{Member, Members};
-use crate::mesh::messages::{MAX_FRAME_BYTES, MAX_SUBMIT_BYTES, Submit};
-use crate::mesh::stream::{
-    CODE_CLOSING, CODE_NOT_A_MEMBER, CODE_UNUSED, FRAMES, GREETING, SUBMIT_PATIENCE, transport,
-};
-use crate::mesh::tls::{PeerTls, SERVER_NAME, STREAM_ALPN};
-use crate::mesh::{FrameReceiver, StreamError};
+use crate::mesh::stream::{CODE_CLOSING, CODE_NOT_A_MEMBER, CODE_UNUSED, GREETING};
+use crate::mesh::tls::{PeerTls, SERVER_NAME};
 
 /// How long dialling may take, the greeting included, and how long a free stream is waited for. A live
 /// host on a slow wide-area path needs three round trips.
-const DIAL_PATIENCE: Duration = Duration::from_secs(3);
+pub(super) const DIAL_PATIENCE: Duration = Duration::from_secs(3);
 
 /// A connection that carried no stream at two looks in a row is closed. Keeping it costs about 180 KB
 /// on each side and, in keep-alives, about a percent of a core per hundred; dialling again costs 2 ms.
@@ -38,10 +31,10 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(30);
 
 /// A live connection.
 #[derive(Clone, Debug)]
-struct Link {
-    connection: Connection,
+pub(in crate::mesh) struct Link {
+    pub(in crate::mesh) connection: Connection,
     /// Held by everybody who uses it; one more is the pool's own.
-    _user: Arc<()>,
+    pub(in crate::mesh) user: Arc<()>,
 }
 
 /// How a dial went; `None` while it goes on.
@@ -67,8 +60,17 @@ impl Place {
     }
 }
 
+/// What connections are for.
+#[derive(Clone, Debug)]
+pub(super) struct Use {
+    /// Which plane serves them.
+    pub(super) alpn: &'static [u8],
+    /// Their settings on this side.
+    pub(super) transport: Arc<TransportConfig>,
+}
+
 /// What dialling needs.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Dialler {
     pub(super) endpoint: Endpoint,
     pub(super) tls: PeerTls,
@@ -79,73 +81,29 @@ pub(super) struct Dialler {
 
 /// Connections to hosts.
 #[derive(Debug)]
-pub(super) struct Pool {
-    dialler: Dialler,
+pub(in crate::mesh) struct Pool {
+    pub(super) dialler: Dialler,
+    connections: Use,
     /// Bounded by the view: a place goes when its connection ends, and no connection outlives its row.
     places: Mutex<BTreeMap<NodeId, Place>>,
 }
 
 impl Pool {
-    pub(super) fn new(dialler: Dialler) -> Arc<Self> {
+    pub(super) fn new(dialler: Dialler, connections: Use) -> Arc<Self> {
         Arc::new(Self {
             dialler,
+            connections,
             places: Mutex::new(BTreeMap::new()),
         })
     }
 
-    /// Submits a request at a host. Safe to drop: the host sees a submission cut short, or a stream
-    /// that nobody reads.
-    pub(super) async fn open(
-        self: &Arc<Self>,
-        to: NodeId,
-        submit: Submit,
-    ) -> Result<FrameReceiver, StreamError> {
-        let host = self.dialler.members.find(to);
-        let host = host.ok_or(StreamError::UnknownNode(to))?;
-        let (request, epoch) = (submit.request, submit.epoch);
-        let unreachable = |reason: String| StreamError::Unreachable { node: to, reason };
-        let bytes = encode_frame(&submit, MAX_SUBMIT_BYTES)
-            .map_err(|error| unreachable(error.to_string()))?;
-        drop(submit);
-        let link = self.link(host).await.map_err(unreachable)?;
-        let (mut send, recv) = timeout(DIAL_PATIENCE, link.connection.open_bi())
-            .await
-            .map_err(|_| unreachable("it takes no more streams from us".into()))?
-            .map_err(|error| unreachable(error.to_string()))?;
-
-        // From here on the host may have seen the submission.
-        let broken = |reason: String| StreamError::Broken { node: to, reason };
-        timeout(SUBMIT_PATIENCE, send.write_all(&bytes))
-            .await
-            .map_err(|_| broken("it does not read the submission".into()))?
-            .map_err(|error| broken(error.to_string()))?;
-        // Only a stream that the host has stopped cannot be finished; reading will tell.
-        drop(send.finish());
-
-        let (inbox, frames) = mpsc::channel(FRAMES);
-        let cancel = CancellationToken::new();
-        let reader = read::Reader {
-            node: to,
-            request,
-            epoch,
-            frames: FrameReader::new(recv, MAX_FRAME_BYTES),
-            inbox,
-        };
-        let cancelled = cancel.clone();
-        self.dialler.tasks.spawn(async move {
-            tokio::select! {
-                biased;
-                // Dropping the reader stops the stream, and the host with it.
-                () = cancelled.cancelled() => {}
-                () = reader.run() => {}
-            }
-            drop(link);
-        });
-        Ok(FrameReceiver::remote(frames, Some(cancel.drop_guard())))
+    /// A node that may be connected to, if a current record names it.
+    pub(in crate::mesh) fn find(&self, node: NodeId) -> Option<Member> {
+        self.dialler.members.find(node)
     }
 
-    /// The connection to a host, dialled if there is none.
-    async fn link(self: &Arc<Self>, host: Member) -> Result<Link, String> {
+    /// The connection to a host, dialled if there is none; within [`DIAL_PATIENCE`]. Safe to drop.
+    pub(in crate::mesh) async fn link(self: &Arc<Self>, host: Member) -> Result<Link, String> {
         let mut outcome = {
             let mut places = self.lock();
             let node = host.facts.node;
@@ -184,7 +142,7 @@ impl Pool {
         let dialled = tokio::select! {
             biased;
             () = dialler.stop.cancelled() => Err("this node is shutting down".into()),
-            dialled = timeout(DIAL_PATIENCE, dialler.dial(&host)) => {
+            dialled = timeout(DIAL_PATIENCE, dialler.dial(&host, &self.connections)) => {
                 dialled.unwrap_or_else(|_| Err("no answer in time".into()))
             }
         };
@@ -195,7 +153,7 @@ impl Pool {
                 let users = Arc::downgrade(&user);
                 let link = Link {
                     connection: connection.clone(),
-                    _user: user,
+                    user,
                 };
                 teller.send_replace(Some(Ok(link)));
                 self.keep(&host, connection, users, &teller).await;
@@ -274,13 +232,14 @@ impl Pool {
 
 impl Dialler {
     /// Connects, and waits until the host has greeted: before that a refused dialler looks connected.
-    async fn dial(&self, host: &Member) -> Result<Connection, String> {
+    async fn dial(&self, host: &Member, connections: &Use) -> Result<Connection, String> {
         let text = |error: &dyn std::fmt::Display| error.to_string();
         let tls = self
             .tls
-            .client(STREAM_ALPN, host.peer)
+            .client(connections.alpn, host.peer)
             .map_err(|error| text(&error))?;
-        let config = transport::client_config(tls);
+        let mut config = ClientConfig::new(Arc::new(tls));
+        config.transport_config(Arc::clone(&connections.transport));
         let connection = self
             .endpoint
             .connect_with(config, host.facts.stream, SERVER_NAME)

@@ -8,7 +8,7 @@ use shoal_gossip::DatagramIo;
 use super::*;
 use crate::identity::Identity;
 use crate::mesh::messages::{Frame, FrameBody};
-use crate::mesh::testing::{Counter, PATIENCE, empty_view, facts, submit, until, view};
+use crate::mesh::testing::{Counter, PATIENCE, empty_view, facts, submission, submit, until, view};
 
 struct Peer {
     identity: Identity,
@@ -30,7 +30,10 @@ impl Peer {
             &here,
             identity.keypair(),
             view.subscribe(),
-            Arc::clone(&handler) as _,
+            Serving {
+                streams: Arc::clone(&handler) as _,
+                bulk: Bulk::nothing(),
+            },
         )
         .unwrap();
         Self {
@@ -338,9 +341,9 @@ async fn the_prompt_of_a_long_context_fits_the_first_frame_and_the_submission() 
         ..Counter::default()
     });
     introduce(&[&home, &host]);
-    let mut asked = submit(home.id(), 1);
+    let mut asked = submission(home.id(), 1);
     asked.prepared = Some(crate::mesh::testing::prepared(1_000_000));
-    let mut frames = home.node.open(host.id(), asked).await.unwrap();
+    let mut frames = home.node.open(host.id(), asked.into()).await.unwrap();
     let first = next(&mut frames).await.unwrap().unwrap();
     let FrameBody::Started { prepared, .. } = first.body else {
         panic!("{first:?}");
@@ -351,9 +354,9 @@ async fn the_prompt_of_a_long_context_fits_the_first_frame_and_the_submission() 
 #[tokio::test]
 async fn a_submission_over_the_bound_is_not_sent() {
     let (home, host) = pair();
-    let mut asked = submit(home.id(), 1);
+    let mut asked = submission(home.id(), 1);
     asked.body = vec![0; crate::mesh::messages::MAX_SUBMIT_BYTES + 1].into();
-    let refused = home.node.open(host.id(), asked).await;
+    let refused = home.node.open(host.id(), asked.into()).await;
     assert!(
         matches!(refused, Err(StreamError::Unreachable { .. })),
         "{refused:?}"

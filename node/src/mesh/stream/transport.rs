@@ -3,10 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
-use quinn::{ClientConfig, IdleTimeout, ServerConfig, TransportConfig, VarInt};
+use quinn::crypto::rustls::QuicServerConfig;
+use quinn::{IdleTimeout, ServerConfig, TransportConfig, VarInt};
 
-use crate::mesh::socket::MAX_MTU;
+use crate::mesh::bulk;
+use crate::mesh::socket::STREAM_MTU;
 
 /// A peer from which nothing comes for this long is lost: its streams fail and their requests are
 /// placed again. As long as the state plane takes to call a silent node dead (about 2 s at defaults), and a
@@ -15,12 +16,13 @@ const IDLE: VarInt = VarInt::from_u32(3_000);
 
 /// The home sends keep-alives this often, so that two of them may be lost before [`IDLE`] ends. The
 /// host need not: its acknowledgements keep both sides awake, and an idle connection costs half.
-const KEEP_ALIVE: Duration = Duration::from_millis(900);
+pub(in crate::mesh) const KEEP_ALIVE: Duration = Duration::from_millis(900);
 
 /// Bytes that may be sent ahead on one stream. A token frame is 20 to 100 bytes, so this is still
 /// hundreds of tokens; with 20 alternatives it is about 1.3 KB, and 200 of those a second over 100 ms
 /// need 26 KB. It bounds what a client that does not read holds in memory. Submissions go the other
-/// way under the same bound: 64 KiB a round trip is 64 MB/s at 1 ms.
+/// way under the wider [`bulk::STREAM_WINDOW`], since a host has one setting for all that comes in; its
+/// [`SUBMIT_WINDOW`] bounds them all the same.
 const STREAM_WINDOW: u32 = 64 * 1024;
 
 /// Requests of one home at one host at once. A host's queue refuses long before; this only bounds what
@@ -41,24 +43,26 @@ const UNACKNOWLEDGED: u64 = 8 * 1024 * 1024;
 /// Handshakes that may wait to be looked at; the acceptor looks at each within microseconds.
 const INCOMING: usize = 1_024;
 
-fn transport() -> TransportConfig {
+/// What all connections have in common. `mtu` is the longest packet that is tried.
+pub(in crate::mesh) fn transport(mtu: u16) -> TransportConfig {
     let mut transport = TransportConfig::default();
     transport
         .max_idle_timeout(Some(IdleTimeout::from(IDLE)))
-        .stream_receive_window(STREAM_WINDOW.into())
         .send_window(UNACKNOWLEDGED)
         .initial_mtu(1_200)
         .datagram_receive_buffer_size(None);
     let mut discovery = quinn::MtuDiscoveryConfig::default();
-    discovery.upper_bound(MAX_MTU);
+    discovery.upper_bound(mtu);
     transport.mtu_discovery_config(Some(discovery));
     transport
 }
 
-/// The host's side: streams come in, none go out but the greeting.
+/// The host's side, of token streams and of bulk, which cannot be told apart before the handshake is done:
+/// streams come in, none go out but the greeting. [`bulk::widen`] does the rest for bulk.
 pub(super) fn server_config(tls: QuicServerConfig) -> ServerConfig {
-    let mut transport = transport();
+    let mut transport = transport(STREAM_MTU);
     transport
+        .stream_receive_window(bulk::STREAM_WINDOW.into())
         .receive_window(SUBMIT_WINDOW.into())
         .max_concurrent_bidi_streams(STREAMS.into())
         .max_concurrent_uni_streams(0u32.into());
@@ -71,15 +75,14 @@ pub(super) fn server_config(tls: QuicServerConfig) -> ServerConfig {
     config
 }
 
-/// The home's side: it opens streams, and takes nothing but the greeting.
-pub(super) fn client_config(tls: QuicClientConfig) -> ClientConfig {
-    let mut transport = transport();
+/// The home's side of token streams: it opens them, and takes nothing but the greeting.
+pub(super) fn client_transport() -> TransportConfig {
+    let mut transport = transport(STREAM_MTU);
     transport
         .keep_alive_interval(Some(KEEP_ALIVE))
+        .stream_receive_window(STREAM_WINDOW.into())
         .receive_window(FRAMES_WINDOW.into())
         .max_concurrent_bidi_streams(0u32.into())
         .max_concurrent_uni_streams(1u32.into());
-    let mut config = ClientConfig::new(Arc::new(tls));
-    config.transport_config(Arc::new(transport));
-    config
+    transport
 }
