@@ -3,6 +3,7 @@
 //! Cores and flows see only the traits here; `control` (libp2p) and `stream` (quinn) implement
 //! them between hosts, `memory` inside one process.
 
+pub mod bulk;
 pub mod codec;
 pub mod control;
 mod members;
@@ -22,7 +23,7 @@ use shoal_gossip::{LoadSummary, NodeId};
 use tokio::sync::mpsc;
 use tokio_util::sync::DropGuard;
 
-use crate::mesh::messages::{Answer, Ask, Frame, Submit};
+use crate::mesh::messages::{Answer, Ask, Frame, Open};
 
 /// An answer, and the load of the node that gave it.
 #[derive(Clone, Debug, PartialEq)]
@@ -152,14 +153,14 @@ impl FrameReceiver {
 /// Opens token streams to other nodes.
 #[async_trait]
 pub trait StreamPlane: Send + Sync + fmt::Debug {
-    /// Submits a request at `to` and returns its frames.
-    async fn open(&self, to: NodeId, submit: Submit) -> Result<FrameReceiver, StreamError>;
+    /// Submits a request at `to`, or attaches to one that it runs, and returns its frames.
+    async fn open(&self, to: NodeId, open: Open) -> Result<FrameReceiver, StreamError>;
 }
 
 /// Runs requests for other nodes.
 #[async_trait]
 pub trait StreamHandler: Send + Sync + fmt::Debug {
-    /// Runs one request, sending frames until it ends. `frames` closed means that the home is gone
+    /// Runs one request, or streams one that runs, sending frames until it ends. `frames` closed means that the home is gone
     /// or gave up: the handler aborts the job and returns. Runs in its own task.
-    async fn serve(&self, from: NodeId, submit: Submit, frames: mpsc::Sender<Frame>);
+    async fn serve(&self, from: NodeId, open: Open, frames: mpsc::Sender<Frame>);
 }

@@ -16,7 +16,7 @@ use tokio::time::{sleep, timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 
-use crate::mesh::messages::{Ask, Frame, FrameBody, Submit};
+use crate::mesh::messages::{Ask, Frame, FrameBody, Open};
 use crate::mesh::{
     Answered, ControlError, ControlHandler, ControlPlane, FrameReceiver, StreamError,
     StreamHandler, StreamPlane,
@@ -41,6 +41,28 @@ struct State {
     cut: BTreeSet<(NodeId, NodeId)>,
     delays: BTreeMap<(NodeId, NodeId), Duration>,
     streams: Vec<(NodeId, NodeId, CancellationToken)>,
+    losses: Option<Losses>,
+}
+
+/// Which part of an exchange gets lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Loss {
+    /// The peer never hears it.
+    Question,
+    /// The peer acts on it, and the asker hears nothing.
+    Answer,
+}
+
+/// Says what of a question (from, to, ask) gets lost.
+type Judge = dyn Fn(NodeId, NodeId, &Ask) -> Option<Loss> + Send + Sync;
+
+#[derive(Clone)]
+struct Losses(Arc<Judge>);
+
+impl std::fmt::Debug for Losses {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Losses")
+    }
 }
 
 impl MemoryNet {
@@ -70,6 +92,14 @@ impl MemoryNet {
             }
             !hit
         });
+    }
+
+    /// Loses questions or answers as `judge` says, from now on. The asker does not wait for its deadline.
+    pub fn lose(
+        &self,
+        judge: impl Fn(NodeId, NodeId, &Ask) -> Option<Loss> + Send + Sync + 'static,
+    ) {
+        self.lock().losses = Some(Losses(Arc::new(judge)));
     }
 
     /// Mends it.
@@ -130,6 +160,11 @@ impl ControlPlane for MemoryPlanes {
                 reason: "the link is cut".into(),
             });
         }
+        let judge = net.lock().losses.clone();
+        let loss = judge.and_then(|judge| (judge.0)(this, to, &ask));
+        if loss == Some(Loss::Question) {
+            return Err(ControlError::Silent(to));
+        }
         let own = net.control(this);
         let exchange = async {
             let load = own.as_ref().map(|own| own.load());
@@ -143,7 +178,7 @@ impl ControlPlane for MemoryPlanes {
         };
         let answered = timeout(deadline, exchange).await;
         let answered = answered.map_err(|_| ControlError::Silent(to))?;
-        if net.is_cut(to, this) {
+        if net.is_cut(to, this) || loss == Some(Loss::Answer) {
             return Err(ControlError::Silent(to));
         }
         if let Some(own) = own {
@@ -155,7 +190,7 @@ impl ControlPlane for MemoryPlanes {
 
 #[async_trait]
 impl StreamPlane for MemoryPlanes {
-    async fn open(&self, to: NodeId, submit: Submit) -> Result<FrameReceiver, StreamError> {
+    async fn open(&self, to: NodeId, open: Open) -> Result<FrameReceiver, StreamError> {
         let handler = self.net.streams(to).ok_or(StreamError::UnknownNode(to))?;
         self.net.travel(self.this, to).await;
         if self.net.is_cut(self.this, to) || self.net.is_cut(to, self.this) {
@@ -174,7 +209,7 @@ impl StreamPlane for MemoryPlanes {
         }
         self.net
             .tasks
-            .spawn(async move { handler.serve(from, submit, sender).await });
+            .spawn(async move { handler.serve(from, open, sender).await });
         self.net.tasks.spawn(carry(to, outbox, inbox, link.clone()));
         let reader: DropGuard = link.drop_guard();
         Ok(FrameReceiver::remote(frames, Some(reader)))

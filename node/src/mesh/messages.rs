@@ -3,12 +3,14 @@
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use shoal_gossip::{Epoch, LoadSummary, NodeId, RequestId, Tokens};
+use shoal_migrate::session::Claim;
+use shoal_migrate::{ClaimAnswer, CopyManner, MigrationId, Proposal, ProposalAnswer};
 
 use crate::engine::work::{Prepared, Priority, RequestKind};
 use crate::engine::{EngineError, Finish, TokenBatch};
 
 /// Version of everything in this file. Nodes of another version are not candidates and get no answer.
-pub const PROTOCOL: u16 = 1;
+pub const PROTOCOL: u16 = 2;
 
 /// Longest control message in bytes. An offer with [`MAX_EXCLUDED`] names and the longest model name
 /// takes under 1 KiB; four times that leaves room for what comes.
@@ -59,6 +61,37 @@ pub enum Ask {
         /// As given in [`Answer::Accept`].
         reservation: u64,
     },
+    /// Source to target: will you take this running request over?
+    Propose(Proposal),
+    /// To the home: I have this request whole; may I run it?
+    Claim {
+        /// Which.
+        request: RequestId,
+        /// What is claimed.
+        claim: Claim,
+    },
+    /// Target to source: the request is mine. Free it.
+    Committed {
+        /// Which attempt.
+        migration: MigrationId,
+    },
+    /// Either side to the other: the attempt is off.
+    CancelMove {
+        /// Which attempt.
+        migration: MigrationId,
+        /// For the log.
+        reason: String,
+    },
+    /// An operator's wish, to any node: have this request moved there. Passed on to its home, and from there to
+    /// its host.
+    Move {
+        /// Which.
+        request: RequestId,
+        /// Where to.
+        to: NodeId,
+        /// How, if it runs.
+        manner: CopyManner,
+    },
 }
 
 /// What a host must know of a request to decide.
@@ -107,6 +140,12 @@ pub enum Answer {
     Load,
     /// Done, or there was nothing to do.
     Done,
+    /// Answers [`Ask::Propose`].
+    Proposal(ProposalAnswer),
+    /// Answers [`Ask::Claim`].
+    Claim(ClaimAnswer),
+    /// Answers [`Ask::Move`].
+    Move(MoveAnswer),
 }
 
 impl Answer {
@@ -116,9 +155,43 @@ impl Answer {
             Self::Accept { .. } => "accept",
             Self::Redirect { .. } => "redirect",
             Self::Refuse(_) => "refuse",
-            Self::Load | Self::Done => "other",
+            Self::Load | Self::Done | Self::Proposal(_) | Self::Claim(_) | Self::Move(_) => "other",
         }
     }
+}
+
+/// What came of an operator's wish to move a request.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum MoveAnswer {
+    /// It runs there now.
+    Moved(MoveReport),
+    /// It does not, and why.
+    Stayed {
+        /// For the operator.
+        reason: String,
+    },
+    /// It has ended, or runs on a node that was not told from here.
+    Gone {
+        /// For the operator.
+        reason: String,
+    },
+    /// No such request here, or it has ended.
+    Unknown,
+}
+
+/// Figures of one hand-over, as its source saw them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MoveReport {
+    /// From the step boundary at which the request stopped to the target's word that it owns it, in microseconds.
+    pub pause_us: u64,
+    /// From the proposal to that word, in microseconds.
+    pub total_us: u64,
+    /// Bytes sent, the request's own description included.
+    pub bytes: u64,
+    /// Copy stages, the last one included.
+    pub stages: u32,
+    /// Tokens that existed when it stopped.
+    pub tokens: u32,
 }
 
 /// Why an offer was refused.
@@ -144,7 +217,57 @@ pub enum RefuseReason {
     Protocol,
 }
 
-/// Opens a token stream: the request itself.
+/// What a home writes when it opens a token stream.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Open {
+    /// Run this request.
+    Submit(Box<Submit>),
+    /// Stream me the request that you claimed.
+    Attach(Attach),
+}
+
+impl Open {
+    /// Which request.
+    pub fn request(&self) -> RequestId {
+        match self {
+            Self::Submit(submit) => submit.request,
+            Self::Attach(attach) => attach.request,
+        }
+    }
+
+    /// Which ownership of it.
+    pub fn epoch(&self) -> Epoch {
+        match self {
+            Self::Submit(submit) => submit.epoch,
+            Self::Attach(attach) => attach.epoch,
+        }
+    }
+}
+
+impl From<Submit> for Open {
+    fn from(submit: Submit) -> Self {
+        Self::Submit(Box::new(submit))
+    }
+}
+
+impl From<Attach> for Open {
+    fn from(attach: Attach) -> Self {
+        Self::Attach(attach)
+    }
+}
+
+/// Opens the token stream of a request that its new host has claimed, and was granted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attach {
+    /// Which request.
+    pub request: RequestId,
+    /// The ownership that was granted.
+    pub epoch: Epoch,
+    /// First output index that the home has not got.
+    pub from: u32,
+}
+
+/// A submission: the request itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Submit {
     /// Which request.

@@ -8,12 +8,13 @@ use shoal_gossip::{
     BlockSize, ClusterView, Epoch, Incarnation, LoadSummary, NodeFacts, NodeId, NodeRow, RequestId,
     Role, Timestamp,
 };
+use shoal_migrate::{ClaimAnswer, MoveRefusal, ProposalAnswer};
 use tokio::sync::{mpsc, watch};
 
 use crate::engine::work::{Prepared, Priority, RequestKind, SamplingParams};
 use crate::engine::{Finish, FinishReason, TokenBatch};
 use crate::identity::Identity;
-use crate::mesh::messages::{Answer, Ask, Frame, FrameBody, PROTOCOL, Submit};
+use crate::mesh::messages::{Answer, Ask, Frame, FrameBody, MoveAnswer, Open, PROTOCOL, Submit};
 use crate::mesh::{Answered, ControlHandler, StreamHandler};
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
@@ -82,7 +83,13 @@ impl ControlHandler for Echo {
                 lease_ms: 1,
             },
             Ask::Probe => Answer::Load,
-            Ask::Abort { .. } | Ask::Release { .. } => Answer::Done,
+            Ask::Abort { .. }
+            | Ask::Release { .. }
+            | Ask::Committed { .. }
+            | Ask::CancelMove { .. } => Answer::Done,
+            Ask::Propose(_) => Answer::Proposal(ProposalAnswer::Refused(MoveRefusal::NotReady)),
+            Ask::Claim { .. } => Answer::Claim(ClaimAnswer::Lost),
+            Ask::Move { .. } => Answer::Move(MoveAnswer::Unknown),
         };
         Answered {
             answer,
@@ -117,7 +124,8 @@ pub(crate) struct Counter {
 
 #[async_trait]
 impl StreamHandler for Counter {
-    async fn serve(&self, _from: NodeId, submit: Submit, frames: mpsc::Sender<Frame>) {
+    async fn serve(&self, _from: NodeId, open: Open, frames: mpsc::Sender<Frame>) {
+        let Open::Submit(submit) = open else { return };
         let frame = |body| Frame {
             request: submit.request,
             epoch: submit.epoch,
@@ -170,8 +178,13 @@ pub(crate) fn prepared(prompt: u32) -> Prepared {
     }
 }
 
+/// Opens a stream with [`submission`].
+pub(crate) fn submit(home: NodeId, tokens: u64) -> Open {
+    submission(home, tokens).into()
+}
+
 /// A submission that asks [`Counter`] for so many tokens.
-pub(crate) fn submit(home: NodeId, tokens: u64) -> Submit {
+pub(crate) fn submission(home: NodeId, tokens: u64) -> Submit {
     Submit {
         request: RequestId { home, serial: 1 },
         epoch: Epoch::FIRST,

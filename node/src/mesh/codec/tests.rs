@@ -6,7 +6,7 @@ use shoal_gossip::{Epoch, LoadSummary, NodeId, RequestId};
 use super::*;
 use crate::engine::TokenBatch;
 use crate::mesh::messages::{
-    Answer, Ask, Frame, FrameBody, MAX_CONTROL_BYTES, MAX_EXCLUDED, MAX_FRAME_BYTES, Offer, Submit,
+    Answer, Ask, Frame, FrameBody, MAX_CONTROL_BYTES, MAX_EXCLUDED, MAX_FRAME_BYTES, Offer, Open,
 };
 
 fn frame(ids: Vec<u32>, text: String) -> Frame {
@@ -139,7 +139,7 @@ proptest! {
         // Whether they happen to be a message does not matter, only that nothing else comes of them.
         drop(decode_envelope::<Ask>(&bytes));
         drop(decode_envelope::<Answer>(&bytes));
-        drop(decode::<Submit>(&bytes));
+        drop(decode::<Open>(&bytes));
         drop(decode::<Frame>(&bytes));
     }
 
