@@ -3,6 +3,7 @@
 //! [`Home::start`] places the request (`home/place.rs`); a task then follows it (`home/follow.rs`)
 //! until it ends, the client goes, or it has to be placed again.
 
+mod desk;
 mod follow;
 mod place;
 
@@ -14,6 +15,8 @@ use bytes::Bytes;
 use rand::RngExt;
 use rand::rngs::StdRng;
 use shoal_gossip::{NodeId, RequestId, Tokens};
+use shoal_migrate::ClaimAnswer;
+use shoal_migrate::session::Claim;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -21,7 +24,11 @@ use tokio_util::task::TaskTracker;
 use crate::dispatch::{Need, PlacementLimits, PolicyName};
 use crate::engine::work::{Prepared, Priority, RequestKind};
 use crate::engine::{Engine, EngineError};
+pub use crate::home::desk::Whereabouts;
+
 use crate::frontend::{ClientAsk, HomeError, Running};
+use crate::home::desk::Desk;
+use crate::home::follow::Follower;
 use crate::knowledge::Knowledge;
 use crate::ledger::Ledger;
 use crate::links::Links;
@@ -63,6 +70,7 @@ pub struct Home {
     tasks: TaskTracker,
     /// Cancelled when the drain deadline is over: requests still running end with an error.
     hurry: CancellationToken,
+    desk: Arc<Desk>,
 }
 
 /// What a home is made of.
@@ -132,7 +140,23 @@ impl Home {
             rng: Mutex::new(rng),
             tasks,
             hurry,
+            desk: Arc::default(),
         }
+    }
+
+    /// Judges a node's claim to run one of this home's requests from now on. Unknown requests are over.
+    pub async fn claim(&self, by: NodeId, request: RequestId, claim: Claim) -> ClaimAnswer {
+        self.desk.claim(by, request, claim).await
+    }
+
+    /// Where a request of this home is; `None` when it is over, or not of this home.
+    pub fn whereabouts(&self, request: RequestId) -> Option<Whereabouts> {
+        self.desk.find(request)
+    }
+
+    /// All running requests of this home.
+    pub fn running(&self) -> Vec<(RequestId, Whereabouts)> {
+        self.desk.all()
     }
 
     /// Places a request and returns once a host has taken it. Dropping the future gives up, dropping
@@ -152,9 +176,8 @@ impl Home {
             prompt_tokens: placed.prompt_tokens,
             events,
         };
-        let home = Arc::clone(self);
-        self.tasks
-            .spawn(async move { home.follow(request, placed, sender).await });
+        let follower = Follower::new(Arc::clone(self), request, placed, sender);
+        self.tasks.spawn(follower.run());
         Ok(running)
     }
 
@@ -246,5 +269,7 @@ fn estimated_prompt(parsed: &GenerateRequest) -> Tokens {
     Tokens(u32::try_from(length.max(1)).unwrap_or(u32::MAX))
 }
 
+#[cfg(test)]
+pub(crate) mod testing;
 #[cfg(test)]
 mod tests;

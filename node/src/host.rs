@@ -1,7 +1,7 @@
 //! The host: answers offers with its own exact numbers, and runs what was submitted.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -13,11 +13,15 @@ use tracing::debug;
 use crate::dispatch::{Candidate, Freeness, Need, Pool, better_elsewhere, demand_at, should_probe};
 use crate::engine::work::{Job, Prepared};
 use crate::engine::{Engine, EngineError, EngineEvent, ReservationId, ReserveAsk, ReserveRefusal};
+use crate::home::Home;
 use crate::knowledge::Knowledge;
 use crate::load::LoadSource;
-use crate::mesh::messages::{Answer, Ask, Frame, FrameBody, Offer, RefuseReason, Submit};
+use crate::mesh::messages::{
+    Answer, Ask, Attach, Frame, FrameBody, Offer, Open, RefuseReason, Submit,
+};
 use crate::mesh::{Answered, ControlHandler, ControlPlane, StreamHandler};
 use crate::metrics::Metrics;
+use crate::moves::Moves;
 
 /// How a host behaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +46,14 @@ pub struct Host {
     metrics: Arc<Metrics>,
     /// Set once the control plane runs; the plane needs its handler, this host, before.
     control: OnceLock<Arc<dyn ControlPlane>>,
+    /// Set once they exist; both hold this host.
+    roles: OnceLock<Roles>,
+}
+
+#[derive(Debug)]
+struct Roles {
+    home: Weak<Home>,
+    moves: Weak<Moves>,
 }
 
 impl Host {
@@ -60,6 +72,52 @@ impl Host {
             settings,
             metrics,
             control: OnceLock::new(),
+            roles: OnceLock::new(),
+        }
+    }
+
+    /// Lets the host pass on what is for this node's home and for its hand-overs.
+    pub fn join(&self, home: &Arc<Home>, moves: &Arc<Moves>) {
+        // A second call changes nothing: a node has one of each.
+        self.roles.get_or_init(|| Roles {
+            home: Arc::downgrade(home),
+            moves: Arc::downgrade(moves),
+        });
+    }
+
+    fn home(&self) -> Option<Arc<Home>> {
+        self.roles.get()?.home.upgrade()
+    }
+
+    fn moves(&self) -> Option<Arc<Moves>> {
+        self.roles.get()?.moves.upgrade()
+    }
+
+    /// What concerns requests that move.
+    async fn answer_move(&self, from: NodeId, ask: Ask) -> Answer {
+        let (Some(home), Some(moves)) = (self.home(), self.moves()) else {
+            return Answer::Refuse(RefuseReason::NotReady);
+        };
+        match ask {
+            Ask::Propose(proposal) => Answer::Proposal(moves.propose(from, proposal)),
+            Ask::Claim { request, claim } => Answer::Claim(home.claim(from, request, claim).await),
+            Ask::Committed { migration } => {
+                moves.committed(from, migration);
+                Answer::Done
+            }
+            Ask::CancelMove { migration, reason } => {
+                moves.cancelled(from, migration, reason);
+                Answer::Done
+            }
+            Ask::Move {
+                request,
+                to,
+                manner,
+            } => {
+                let at = home.whereabouts(request);
+                Answer::Move(moves.asked(from, at, (request, to, manner)).await)
+            }
+            Ask::Offer(_) | Ask::Probe | Ask::Abort { .. } | Ask::Release { .. } => Answer::Done,
         }
     }
 
@@ -95,12 +153,19 @@ impl Host {
             };
         }
         let lease = self.settings.lease;
-        match self.engine.reserve(ReserveAsk { demand, lease }) {
+        let ask = ReserveAsk {
+            demand,
+            lease,
+            at_once: false,
+        };
+        match self.engine.reserve(ask) {
             Ok(reservation) => Answer::Accept {
                 reservation: reservation.0,
                 lease_ms: u32::try_from(lease.as_millis()).unwrap_or(u32::MAX),
             },
-            Err(ReserveRefusal::QueueFull) => Answer::Refuse(RefuseReason::QueueFull),
+            Err(ReserveRefusal::QueueFull | ReserveRefusal::NoRoomNow) => {
+                Answer::Refuse(RefuseReason::QueueFull)
+            }
             Err(ReserveRefusal::NeverFits) => Answer::Refuse(RefuseReason::NeverFits),
             Err(ReserveRefusal::NotReady) => Answer::Refuse(RefuseReason::NotReady),
         }
@@ -183,6 +248,80 @@ impl Host {
     }
 }
 
+impl Host {
+    /// A request that this node has claimed, for its home's stream.
+    async fn attach(&self, attach: Attach) -> Result<Started, EngineError> {
+        let Attach {
+            request,
+            epoch,
+            from,
+        } = attach;
+        let moves = self.moves().ok_or(EngineError::NotReady)?;
+        let resumed = moves.attach(request, epoch, from).await;
+        let resumed = resumed.ok_or_else(|| {
+            EngineError::Broken("the request that was claimed is not here any more".into())
+        })?;
+        Ok(Started {
+            events: resumed.events,
+            prepared: None,
+            prompt_tokens: resumed.prompt_tokens,
+        })
+    }
+
+    /// Sends what a job draws, until it ends or its home is gone.
+    async fn pump(
+        &self,
+        mut job: Started,
+        frames: &mpsc::Sender<Frame>,
+        frame: impl Fn(FrameBody) -> Frame + Send,
+    ) {
+        let started = frame(FrameBody::Started {
+            prepared: job.prepared.take(),
+            prompt_tokens: job.prompt_tokens,
+        });
+        let mut guard = AbortOnDrop {
+            host: self,
+            request: started.request,
+            epoch: started.epoch,
+            armed: true,
+        };
+        if frames.send(started).await.is_err() {
+            return self.outlive_doubt(&guard).await;
+        }
+        loop {
+            let event = tokio::select! {
+                biased;
+                () = frames.closed() => return self.outlive_doubt(&guard).await,
+                event = job.events.recv() => event,
+            };
+            let (body, last) = match event {
+                Some(EngineEvent::Tokens(batch)) => (FrameBody::Tokens(batch), false),
+                Some(EngineEvent::Finished(finish)) => (FrameBody::Finished(finish), true),
+                Some(EngineEvent::Failed(error)) => (FrameBody::Failed(error), true),
+                None => (
+                    FrameBody::Failed(EngineError::Broken("the job ended without a word".into())),
+                    true,
+                ),
+            };
+            guard.armed = !last;
+            if frames.send(frame(body)).await.is_err() {
+                return self.outlive_doubt(&guard).await;
+            }
+            if last {
+                return;
+            }
+        }
+    }
+
+    /// The home no longer reads. While a hand-over asks it whose the request is, the job must stay: whoever drops its
+    /// events ends it.
+    async fn outlive_doubt(&self, guard: &AbortOnDrop<'_>) {
+        if let Some(moves) = self.moves() {
+            moves.no_doubt(guard.request, guard.epoch).await;
+        }
+    }
+}
+
 /// A job that the engine has taken.
 struct Started {
     events: mpsc::Receiver<EngineEvent>,
@@ -190,9 +329,10 @@ struct Started {
     prompt_tokens: u32,
 }
 
-/// Aborts the job at the engine unless it ended by itself, whatever way the task ends.
+/// Aborts the job at the engine unless it ended by itself, whatever way the task ends. One that is being handed
+/// over may belong to another node by now, and its home has closed this stream for that: the hand-over ends it.
 struct AbortOnDrop<'a> {
-    engine: &'a dyn Engine,
+    host: &'a Host,
     request: RequestId,
     epoch: Epoch,
     armed: bool,
@@ -200,8 +340,13 @@ struct AbortOnDrop<'a> {
 
 impl Drop for AbortOnDrop<'_> {
     fn drop(&mut self) {
-        if self.armed {
-            self.engine.abort(self.request, self.epoch);
+        let in_doubt = || {
+            self.host
+                .moves()
+                .is_some_and(|moves| moves.in_doubt(self.request, self.epoch))
+        };
+        if self.armed && !in_doubt() {
+            self.host.engine.abort(self.request, self.epoch);
         }
     }
 }
@@ -227,6 +372,11 @@ impl ControlHandler for Host {
                 self.engine.release(ReservationId(reservation));
                 Answer::Done
             }
+            ask @ (Ask::Propose(_)
+            | Ask::Claim { .. }
+            | Ask::Committed { .. }
+            | Ask::CancelMove { .. }
+            | Ask::Move { .. }) => self.answer_move(from, ask).await,
         };
         // Made after the decision, so that it contains the reservation.
         Answered {
@@ -246,63 +396,33 @@ impl ControlHandler for Host {
 
 #[async_trait]
 impl StreamHandler for Host {
-    async fn serve(&self, from: NodeId, submit: Submit, frames: mpsc::Sender<Frame>) {
-        let (request, epoch) = (submit.request, submit.epoch);
+    async fn serve(&self, from: NodeId, open: Open, frames: mpsc::Sender<Frame>) {
+        let (request, epoch) = (open.request(), open.epoch());
         let frame = |body| Frame {
             request,
             epoch,
             body,
         };
-        if request.home != from {
-            let why = EngineError::BadRequest {
+        let started = if request.home == from {
+            match open {
+                Open::Submit(submit) => self.start(*submit).await,
+                Open::Attach(attach) => self.attach(attach).await,
+            }
+        } else {
+            Err(EngineError::BadRequest {
                 message: "a request is submitted by its home".into(),
                 param: None,
-            };
-            // The stream may be gone; then nobody is left to tell.
-            drop(frames.send(frame(FrameBody::Failed(why))).await);
-            return;
-        }
-        let mut job = match self.start(submit).await {
+            })
+        };
+        let job = match started {
             Ok(job) => job,
             Err(error) => {
                 debug!(%request, %from, %error, "submission refused");
-                // As above.
+                // The stream may be gone; then nobody is left to tell.
                 drop(frames.send(frame(FrameBody::Failed(error))).await);
                 return;
             }
         };
-        let mut guard = AbortOnDrop {
-            engine: self.engine.as_ref(),
-            request,
-            epoch,
-            armed: true,
-        };
-        let started = FrameBody::Started {
-            prepared: job.prepared.take(),
-            prompt_tokens: job.prompt_tokens,
-        };
-        if frames.send(frame(started)).await.is_err() {
-            return;
-        }
-        loop {
-            let event = tokio::select! {
-                biased;
-                () = frames.closed() => return,
-                event = job.events.recv() => event,
-            };
-            let (body, last) = match event {
-                Some(EngineEvent::Tokens(batch)) => (FrameBody::Tokens(batch), false),
-                Some(EngineEvent::Finished(finish)) => (FrameBody::Finished(finish), true),
-                Some(EngineEvent::Failed(error)) => (FrameBody::Failed(error), true),
-                None => (
-                    FrameBody::Failed(EngineError::Broken("the job ended without a word".into())),
-                    true,
-                ),
-            };
-            guard.armed = !last;
-            if frames.send(frame(body)).await.is_err() || last {
-                return;
-            }
-        }
+        self.pump(job, &frames, frame).await;
     }
 }

@@ -67,6 +67,13 @@ impl Knowledge {
         self.view.borrow().clone()
     }
 
+    /// Every view from now on, as it is published.
+    pub fn views(&self) -> watch::Receiver<Arc<ClusterView>> {
+        let mut views = self.view.clone();
+        views.mark_unchanged();
+        views
+    }
+
     /// Lends everything to a core. This node's own row is as fresh as can be: it must serve its
     /// clients even when no gossip goes round at all.
     pub fn decide<T>(&self, act: impl FnOnce(&mut World<'_>) -> T) -> T {

@@ -1,7 +1,9 @@
 //! The home's record of one request: what was received, from which ownership, and what that means
 //! for the next frame. Pure; holds invariants 1 and 2 of `docs/architecture.md`.
 
-use shoal_gossip::{Epoch, RequestId};
+use shoal_gossip::{Epoch, NodeId, RequestId};
+use shoal_migrate::ClaimAnswer;
+use shoal_migrate::session::{Arbiter, Claim};
 
 use crate::engine::{EngineError, Finish, TokenBatch};
 use crate::mesh::messages::{Frame, FrameBody};
@@ -30,7 +32,7 @@ pub enum Verdict {
 #[derive(Clone, Debug)]
 pub struct Ledger {
     request: RequestId,
-    epoch: Epoch,
+    arbiter: Arbiter,
     received: Vec<u32>,
     limit: usize,
     finished: bool,
@@ -41,7 +43,7 @@ impl Ledger {
     pub fn new(request: RequestId, max_tokens: u32) -> Self {
         Self {
             request,
-            epoch: Epoch::default(),
+            arbiter: Arbiter::new(),
             received: Vec::new(),
             limit: max_tokens as usize,
             finished: false,
@@ -50,7 +52,7 @@ impl Ledger {
 
     /// The current ownership.
     pub fn epoch(&self) -> Epoch {
-        self.epoch
+        self.arbiter.epoch()
     }
 
     /// Output ids received so far.
@@ -58,15 +60,25 @@ impl Ledger {
         &self.received
     }
 
-    /// Begins the next ownership, the first or another. Frames of the old one are void from now on.
-    pub fn pass_on(&mut self) -> Epoch {
-        self.epoch = self.epoch.next();
-        self.epoch
+    /// Begins the next ownership at a node that the home chose: the first, or a replay. Frames of the old one
+    /// are void from now on.
+    pub fn pass_on(&mut self, to: NodeId) -> Epoch {
+        self.arbiter.pass_on(to)
+    }
+
+    /// Judges a node's claim to run the request from now on. If it is granted, frames of the old ownership are void.
+    pub fn claim(&mut self, by: NodeId, claim: Claim) -> ClaimAnswer {
+        let received = self.count();
+        self.arbiter.claim(by, claim, received)
+    }
+
+    fn count(&self) -> u32 {
+        u32::try_from(self.received.len()).unwrap_or(u32::MAX)
     }
 
     /// Judges the next frame. Late, duplicate and foreign frames change nothing.
     pub fn accept(&mut self, frame: Frame) -> Verdict {
-        if frame.request != self.request || frame.epoch != self.epoch || self.finished {
+        if frame.request != self.request || frame.epoch != self.epoch() || self.finished {
             return Verdict::Ignore;
         }
         match frame.body {
@@ -78,6 +90,7 @@ impl Ledger {
                     return self.gap(got);
                 }
                 self.finished = true;
+                self.arbiter.end();
                 Verdict::Finish(finish)
             }
             FrameBody::Failed(error) => Verdict::Failed(error),
@@ -101,7 +114,7 @@ impl Ledger {
 
     fn gap(&self, got: u32) -> Verdict {
         Verdict::Gap {
-            expected: u32::try_from(self.received.len()).unwrap_or(u32::MAX),
+            expected: self.count(),
             got,
         }
     }
@@ -110,7 +123,6 @@ impl Ledger {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shoal_gossip::NodeId;
 
     use crate::engine::FinishReason;
 
@@ -119,9 +131,12 @@ mod tests {
         serial: 2,
     };
 
+    const HOST: NodeId = NodeId(3);
+    const TARGET: NodeId = NodeId(4);
+
     fn ledger() -> Ledger {
         let mut ledger = Ledger::new(REQUEST, 10);
-        assert_eq!(ledger.pass_on(), Epoch::FIRST);
+        assert_eq!(ledger.pass_on(HOST), Epoch::FIRST);
         ledger
     }
 
@@ -196,7 +211,7 @@ mod tests {
     fn frames_of_an_older_or_unknown_ownership_change_nothing() {
         let mut ledger = ledger();
         ledger.accept(tokens(1, 0, &[7]));
-        assert_eq!(ledger.pass_on(), Epoch(2));
+        assert_eq!(ledger.pass_on(HOST), Epoch(2));
         assert_eq!(ledger.accept(tokens(1, 1, &[8])), Verdict::Ignore);
         assert_eq!(ledger.accept(finished(1, 1)), Verdict::Ignore);
         assert_eq!(ledger.accept(tokens(3, 1, &[8])), Verdict::Ignore);
@@ -204,6 +219,37 @@ mod tests {
             ledger.accept(tokens(2, 1, &[8])),
             Verdict::Deliver(_)
         ));
+    }
+
+    #[test]
+    fn a_granted_claim_voids_the_frames_of_the_old_host_and_says_what_is_missing() {
+        let mut ledger = ledger();
+        ledger.accept(tokens(1, 0, &[7, 8]));
+        let claim = Claim {
+            epoch: Epoch(2),
+            output: 3,
+        };
+        let granted = ClaimAnswer::Granted { from: 2 };
+        assert_eq!(ledger.claim(TARGET, claim), granted);
+        assert_eq!(ledger.accept(tokens(1, 2, &[9])), Verdict::Ignore);
+        assert_eq!(ledger.claim(HOST, claim), ClaimAnswer::Lost);
+        assert_eq!(ledger.claim(TARGET, claim), granted);
+        assert!(matches!(
+            ledger.accept(tokens(2, 2, &[9])),
+            Verdict::Deliver(_)
+        ));
+    }
+
+    #[test]
+    fn nothing_is_granted_once_the_request_is_complete() {
+        let mut ledger = ledger();
+        ledger.accept(tokens(1, 0, &[7]));
+        ledger.accept(finished(1, 1));
+        let claim = Claim {
+            epoch: Epoch(2),
+            output: 1,
+        };
+        assert_eq!(ledger.claim(TARGET, claim), ClaimAnswer::Lost);
     }
 
     #[test]
@@ -238,7 +284,7 @@ mod tests {
             ledger.accept(failed(1)),
             Verdict::Failed(EngineError::QueueFull)
         );
-        ledger.pass_on();
+        ledger.pass_on(HOST);
         assert_eq!(ledger.accept(failed(1)), Verdict::Ignore);
     }
 }

@@ -9,7 +9,7 @@ use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 
 use crate::host::Host;
-use crate::mesh::messages::{Ask, Submit};
+use crate::mesh::messages::{Ask, Open};
 use crate::mesh::{
     Answered, ControlError, ControlHandler, ControlPlane, FrameReceiver, StreamError,
     StreamHandler, StreamPlane,
@@ -65,19 +65,19 @@ impl Links {
             .map_err(|_| ControlError::Silent(to))
     }
 
-    /// Submits a request at a node.
+    /// Submits a request at a node, or attaches to one that it runs.
     ///
     /// # Errors
     /// As [`StreamPlane::open`].
-    pub async fn open(&self, to: NodeId, submit: Submit) -> Result<FrameReceiver, StreamError> {
+    pub async fn open(&self, to: NodeId, open: Open) -> Result<FrameReceiver, StreamError> {
         if to != self.this {
-            return self.streams.open(to, submit).await;
+            return self.streams.open(to, open).await;
         }
         let (sender, receiver) = mpsc::channel(LOCAL_FRAMES);
         let host = Arc::clone(&self.host);
         let this = self.this;
         self.tasks
-            .spawn(async move { host.serve(this, submit, sender).await });
+            .spawn(async move { host.serve(this, open, sender).await });
         Ok(FrameReceiver::local(receiver))
     }
 }

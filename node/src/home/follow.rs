@@ -1,20 +1,23 @@
-//! Following a running request: host's frames to the ledger, ledger's verdicts to the client, and a
-//! new placement when the host is lost.
+//! Following a running request: host's frames to the ledger, ledger's verdicts to the client, claims to the
+//! arbiter, and a new placement when the host is lost.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
 
-use shoal_gossip::{Epoch, NodeId};
+use shoal_gossip::{Epoch, NodeId, Timestamp, Tokens};
+use shoal_migrate::ClaimAnswer;
 use tokio::sync::mpsc;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tracing::{debug, info};
 
 use crate::engine::EngineError;
 use crate::frontend::{HomeError, HomeEvent};
+use crate::home::desk::{ClaimAsk, Seat, Whereabouts};
 use crate::home::place::Placed;
 use crate::home::{Home, Request};
 use crate::ledger::Verdict;
-use crate::mesh::messages::{Ask, MAX_EXCLUDED};
+use crate::mesh::messages::{Ask, Attach, FrameBody, MAX_EXCLUDED};
 
 /// Why following stopped.
 enum End {
@@ -22,123 +25,300 @@ enum End {
     Over,
     /// The host is lost or useless; the request can go on elsewhere.
     HostLost(String),
+    /// This node has claimed the request, and was granted it.
+    Moved(NodeId),
 }
 
-impl Home {
-    /// Follows a request to its end. Returning drops the frames, which aborts it at its host.
-    pub(super) async fn follow(
-        self: Arc<Self>,
-        mut request: Request,
-        mut placed: Placed,
+/// An event that the client has not taken yet, and when it is given up for that.
+struct Pending {
+    event: HomeEvent,
+    /// Nothing follows it.
+    last: bool,
+    until: Timestamp,
+}
+
+/// One request on its way to its client.
+pub(super) struct Follower {
+    home: Arc<Home>,
+    request: Request,
+    placed: Placed,
+    events: mpsc::Sender<HomeEvent>,
+    seat: Seat,
+    /// Hosts that were lost under it.
+    lost: BTreeSet<NodeId>,
+    replays: u32,
+}
+
+impl Follower {
+    pub(super) fn new(
+        home: Arc<Home>,
+        request: Request,
+        placed: Placed,
         events: mpsc::Sender<HomeEvent>,
-    ) {
-        let mut lost = BTreeSet::new();
-        let mut replays = 0;
-        loop {
-            let why = match self.relay(&mut request, &mut placed, &events).await {
-                End::Over => return,
-                End::HostLost(why) => why,
-            };
-            replays += 1;
-            let old = (placed.host, request.ledger.epoch());
-            lost.insert(placed.host);
-            info!(request = %request.id, host = %placed.host, tokens = request.ledger.received().len(),
-                why, replays, "host lost; placing the request again");
-            if replays > self.settings.max_replays || lost.len() > MAX_EXCLUDED {
-                self.tell(&events, HomeEvent::Failed(HomeError::Lost(why)))
-                    .await;
-                return;
-            }
-            let again = tokio::select! {
-                biased;
-                () = events.closed() => return,
-                again = self.place(&mut request, lost.clone()) => again,
-            };
-            self.metrics
-                .replay(if again.is_ok() { "placed" } else { "lost" });
-            self.stop_old(&request, old);
-            match again {
-                Ok(next) => placed = next,
-                Err(error) => {
-                    let error = HomeError::Lost(format!("{why}; then {error}"));
-                    self.tell(&events, HomeEvent::Failed(error)).await;
-                    return;
-                }
-            }
+    ) -> Self {
+        let whereabouts = Whereabouts {
+            host: placed.host,
+            epoch: request.ledger.epoch(),
+            prompt: Tokens(placed.prompt_tokens),
+            output: Tokens::ZERO,
+        };
+        let seat = home.desk.enter(request.id, whereabouts);
+        Self {
+            home,
+            request,
+            placed,
+            events,
+            seat,
+            lost: BTreeSet::new(),
+            replays: 0,
         }
     }
 
-    async fn relay(
-        &self,
-        request: &mut Request,
-        placed: &mut Placed,
-        events: &mpsc::Sender<HomeEvent>,
-    ) -> End {
+    /// Follows the request to its end. Returning drops the frames, which aborts it at its host.
+    pub(super) async fn run(mut self) {
         loop {
-            let frame = tokio::select! {
+            let end = match self.relay().await {
+                End::Moved(to) => self.attach(to).await,
+                end => end,
+            };
+            match end {
+                End::Over => return,
+                End::Moved(_) => {}
+                End::HostLost(why) => {
+                    if !self.place_again(why).await {
+                        return;
+                    }
+                }
+            }
+            let (host, epoch) = (self.placed.host, self.request.ledger.epoch());
+            self.seat.note(|at| (at.host, at.epoch) = (host, epoch));
+        }
+    }
+
+    async fn relay(&mut self) -> End {
+        let mut pending: Option<Pending> = None;
+        let events = self.events.clone();
+        loop {
+            // A client that does not read holds up its frames, and nothing else.
+            let (waits, patience) = match &pending {
+                Some(pending) => (true, pending.until.since(self.home.knowledge.now())),
+                None => (false, Duration::ZERO),
+            };
+            tokio::select! {
                 biased;
                 () = events.closed() => return End::Over,
-                () = self.hurry.cancelled() => {
-                    self.tell(events, HomeEvent::Failed(HomeError::ShuttingDown)).await;
+                () = self.home.hurry.cancelled() => {
+                    self.fail(HomeError::ShuttingDown).await;
                     return End::Over;
                 }
-                frame = placed.frames.next() => frame,
-            };
-            let frame = match frame {
-                Some(Ok(frame)) => frame,
-                Some(Err(error)) => return End::HostLost(error.to_string()),
-                None => return End::HostLost("the stream ended without an end".into()),
-            };
-            match request.ledger.accept(frame) {
-                Verdict::Deliver(batch) => {
-                    if !self.tell(events, HomeEvent::Tokens(batch)).await {
+                Some(ask) = self.seat.claims.recv() => {
+                    if let Some(to) = self.judge(ask) {
+                        // What the client has not taken was received, and still comes first.
+                        return match self.hand_over(pending.take()).await {
+                            true => End::Moved(to),
+                            false => End::Over,
+                        };
+                    }
+                }
+                permit = events.reserve(), if waits => {
+                    let (Ok(permit), Some(ready)) = (permit, pending.take()) else {
+                        return End::Over;
+                    };
+                    permit.send(ready.event);
+                    if ready.last {
                         return End::Over;
                     }
                 }
-                Verdict::Finish(finish) => {
-                    self.tell(events, HomeEvent::Finished(finish)).await;
+                () = sleep(patience), if waits => {
+                    debug!(request = %self.request.id, "client has not read in time; its request is aborted");
                     return End::Over;
                 }
-                Verdict::Ignore => {}
-                Verdict::Gap { expected, got } => {
-                    return End::HostLost(format!("expected output index {expected}, got {got}"));
+                frame = self.placed.frames.next(), if !waits => {
+                    let verdict = match frame {
+                        Some(Ok(frame)) => self.request.ledger.accept(frame),
+                        Some(Err(error)) => return End::HostLost(error.to_string()),
+                        None => return End::HostLost("the stream ended without an end".into()),
+                    };
+                    match self.act_on(verdict) {
+                        Ok(next) => pending = next,
+                        Err(end) => return end,
+                    }
                 }
-                Verdict::Failed(EngineError::BadRequest { message, param }) => {
-                    let error = HomeError::BadRequest { message, param };
-                    self.tell(events, HomeEvent::Failed(error)).await;
-                    return End::Over;
-                }
-                Verdict::Failed(
-                    error @ (EngineError::UnknownModel(_)
-                    | EngineError::QueueFull
-                    | EngineError::NotReady
-                    | EngineError::Broken(_)),
-                ) => return End::HostLost(error.to_string()),
             }
         }
     }
 
-    /// Gives the client an event; false when it is gone or has not read for too long.
-    async fn tell(&self, events: &mpsc::Sender<HomeEvent>, event: HomeEvent) -> bool {
-        match timeout(self.settings.stall_deadline, events.send(event)).await {
-            Ok(sent) => sent.is_ok(),
-            Err(_) => {
-                debug!("client has not read in time; its request is aborted");
-                false
+    /// What a verdict means for the client, or why following stops.
+    fn act_on(&self, verdict: Verdict) -> Result<Option<Pending>, End> {
+        let (event, last) = match verdict {
+            Verdict::Deliver(batch) => {
+                let received = u32::try_from(self.request.ledger.received().len());
+                self.seat
+                    .note(|at| at.output = Tokens(received.unwrap_or(u32::MAX)));
+                (HomeEvent::Tokens(batch), false)
+            }
+            Verdict::Finish(finish) => (HomeEvent::Finished(finish), true),
+            Verdict::Ignore => return Ok(None),
+            Verdict::Gap { expected, got } => {
+                let why = format!("expected output index {expected}, got {got}");
+                return Err(End::HostLost(why));
+            }
+            Verdict::Failed(EngineError::BadRequest { message, param }) => {
+                let error = HomeError::BadRequest { message, param };
+                (HomeEvent::Failed(error), true)
+            }
+            Verdict::Failed(
+                error @ (EngineError::UnknownModel(_)
+                | EngineError::QueueFull
+                | EngineError::NotReady
+                | EngineError::Broken(_)),
+            ) => return Err(End::HostLost(error.to_string())),
+        };
+        Ok(Some(Pending {
+            event,
+            last,
+            until: self.home.knowledge.now() + self.home.settings.stall_deadline,
+        }))
+    }
+
+    /// Answers a claim. `Some` when it has changed the owner.
+    fn judge(&mut self, ask: ClaimAsk) -> Option<NodeId> {
+        let before = self.request.ledger.epoch();
+        let answer = self.request.ledger.claim(ask.by, ask.claim);
+        let granted = matches!(answer, ClaimAnswer::Granted { .. });
+        let changed = granted && self.request.ledger.epoch() != before;
+        debug!(target: "shoal::events::claim", request = %self.request.id, by = %ask.by,
+            epoch = ask.claim.epoch.0, output = ask.claim.output, ?answer);
+        if changed {
+            self.seat
+                .note(|at| (at.host, at.epoch) = (ask.by, ask.claim.epoch));
+        }
+        if ask.reply.send(answer).is_err() {
+            debug!(request = %self.request.id, "the claimant no longer waits; it asks again");
+        }
+        changed.then_some(ask.by)
+    }
+
+    /// Gives the client what it had not taken when the owner changed; false when it is gone.
+    async fn hand_over(&self, pending: Option<Pending>) -> bool {
+        match pending {
+            None => true,
+            Some(pending) => self.tell(pending.event).await,
+        }
+    }
+
+    /// Opens the stream of the request's new owner.
+    async fn attach(&mut self, to: NodeId) -> End {
+        let attach = Attach {
+            request: self.request.id,
+            epoch: self.request.ledger.epoch(),
+            from: u32::try_from(self.request.ledger.received().len()).unwrap_or(u32::MAX),
+        };
+        let links = Arc::clone(&self.home.links);
+        let opened = async {
+            let mut frames = links.open(to, attach.into()).await?;
+            let first = frames.next().await.transpose()?;
+            Ok::<_, crate::mesh::StreamError>((frames, first))
+        };
+        let patience = self.home.settings.start_deadline;
+        let opened = tokio::select! {
+            biased;
+            () = self.events.closed() => return End::Over,
+            opened = timeout(patience, opened) => opened,
+        };
+        let why = match opened {
+            Ok(Ok((frames, Some(first)))) => match first.body {
+                FrameBody::Started { prompt_tokens, .. } => {
+                    self.home.metrics.attached();
+                    self.placed = Placed {
+                        host: to,
+                        prompt_tokens,
+                        frames,
+                    };
+                    return End::Moved(to);
+                }
+                FrameBody::Failed(error) => error.to_string(),
+                FrameBody::Tokens(_) | FrameBody::Finished(_) => {
+                    "the stream did not begin with a start".into()
+                }
+            },
+            Ok(Ok((_, None))) => "the stream ended at once".into(),
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => "no first frame in time".into(),
+        };
+        // Whoever runs it now, it is not the former host.
+        self.placed.host = to;
+        End::HostLost(format!("after it claimed the request: {why}"))
+    }
+
+    /// Places the request again after its host was lost; false when that is over, and the client was told.
+    async fn place_again(&mut self, why: String) -> bool {
+        self.replays += 1;
+        let old = (self.placed.host, self.request.ledger.epoch());
+        self.lost.insert(self.placed.host);
+        info!(request = %self.request.id, host = %self.placed.host,
+            tokens = self.request.ledger.received().len(), why, replays = self.replays,
+            "host lost; placing the request again");
+        if self.replays > self.home.settings.max_replays || self.lost.len() > MAX_EXCLUDED {
+            self.fail(HomeError::Lost(why)).await;
+            return false;
+        }
+        let home = Arc::clone(&self.home);
+        loop {
+            let lost = self.lost.clone();
+            let claimed = tokio::select! {
+                biased;
+                () = self.events.closed() => return false,
+                again = home.place(&mut self.request, lost) => {
+                    home.metrics.replay(if again.is_ok() { "placed" } else { "lost" });
+                    self.stop_old(old);
+                    match again {
+                        Ok(next) => {
+                            self.placed = next;
+                            return true;
+                        }
+                        Err(error) => {
+                            self.fail(HomeError::Lost(format!("{why}; then {error}"))).await;
+                            return false;
+                        }
+                    }
+                }
+                Some(ask) = self.seat.claims.recv() => self.judge(ask),
+            };
+            // The host was lost in the middle of a hand-over, and its target has the request whole.
+            if let Some(to) = claimed {
+                home.metrics.replay("claimed");
+                return match self.attach(to).await {
+                    End::Moved(_) => true,
+                    End::Over => false,
+                    End::HostLost(why) => Box::pin(self.place_again(why)).await,
+                };
             }
         }
+    }
+
+    async fn fail(&self, error: HomeError) {
+        self.tell(HomeEvent::Failed(error)).await;
+    }
+
+    /// Gives the client an event; false when it is gone or has not read for too long.
+    async fn tell(&self, event: HomeEvent) -> bool {
+        let patience = self.home.settings.stall_deadline;
+        timeout(patience, self.events.send(event))
+            .await
+            .is_ok_and(|sent| sent.is_ok())
     }
 
     /// Tells a lost host to stop, in case it is only the way to it that was lost. Nothing waits for the
     /// answer: frames of the old ownership are void already.
-    fn stop_old(&self, request: &Request, (host, epoch): (NodeId, Epoch)) {
-        let links = Arc::clone(&self.links);
-        let deadline = self.settings.offer_deadline;
+    fn stop_old(&self, (host, epoch): (NodeId, Epoch)) {
+        let links = Arc::clone(&self.home.links);
+        let deadline = self.home.settings.offer_deadline;
         let ask = Ask::Abort {
-            request: request.id,
+            request: self.request.id,
             epoch,
         };
-        self.tasks.spawn(async move {
+        self.home.tasks.spawn(async move {
             if let Err(error) = links.ask(host, ask, deadline).await {
                 debug!(%host, %error, "could not tell a lost host to stop");
             }

@@ -135,7 +135,7 @@ impl Home {
     ) -> Result<Placed, SubmitFailure> {
         let submit = Submit {
             request: request.id,
-            epoch: request.ledger.pass_on(),
+            epoch: request.ledger.pass_on(to),
             reservation: Some(reservation),
             kind: request.kind,
             body: request.body.clone(),
@@ -148,7 +148,7 @@ impl Home {
             SubmitFailure::Elsewhere { full: false }
         };
         let first = async {
-            let mut frames = self.links.open(to, submit).await?;
+            let mut frames = self.links.open(to, submit.into()).await?;
             let first = frames.next().await.transpose()?;
             Ok::<_, StreamError>((frames, first))
         };
