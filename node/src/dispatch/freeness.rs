@@ -30,6 +30,12 @@ impl Freeness {
         }
     }
 
+    /// So much more.
+    #[must_use]
+    pub fn plus(self, more: Self) -> Self {
+        Self(self.0.saturating_add(more.0))
+    }
+
     fn per_request(headroom: i64, requests: u32) -> Self {
         Self(
             headroom

@@ -176,7 +176,11 @@ impl Placement {
                 self.next(world)
             }
             // Not an answer to an offer: a peer that errs is passed over.
-            Answer::Load | Answer::Done => {
+            Answer::Load
+            | Answer::Done
+            | Answer::Proposal(_)
+            | Answer::Claim(_)
+            | Answer::Move(_) => {
                 self.exclude(node);
                 self.next(world)
             }

@@ -185,6 +185,19 @@ impl<'a> Pool<'a> {
             .filter_map(|row| self.candidate(row))
     }
 
+    /// At most two distinct candidates among those that `qualify`, uniformly at random, in random order. Looks at
+    /// all of them: for decisions that are made a few times a second.
+    pub fn two_that(
+        &self,
+        qualify: impl Fn(&Candidate) -> bool,
+        rng: &mut StdRng,
+    ) -> (Option<Candidate>, Option<Candidate>) {
+        let mut all: Vec<Candidate> = self.all().filter(|candidate| qualify(candidate)).collect();
+        let mut draw =
+            || (!all.is_empty()).then(|| all.swap_remove(rng.random_range(0..all.len())));
+        (draw(), draw())
+    }
+
     /// At most two distinct candidates, uniformly at random, in random order.
     ///
     /// Draws rows and rejects those that are no candidates, which costs the same whatever the size
@@ -208,16 +221,7 @@ impl<'a> Pool<'a> {
                 }
             }
         }
-        let mut all: Vec<Candidate> = self.all().collect();
-        if all.is_empty() {
-            return (None, None);
-        }
-        let first = all.swap_remove(rng.random_range(0..all.len()));
-        if all.is_empty() {
-            return (Some(first), None);
-        }
-        let second = all.swap_remove(rng.random_range(0..all.len()));
-        (Some(first), Some(second))
+        self.two_that(|_| true, rng)
     }
 
     /// Why the pool is empty.
