@@ -1,6 +1,7 @@
 //! Measurements of this program by itself, each a sub-command of `shoal bench`. Ratios are taken side
 //! by side in one run, since machines are shared and noisy.
 
+pub mod bulk;
 pub mod dispatch;
 pub mod path;
 

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 
-use crate::bench::{dispatch, path};
+use crate::bench::{bulk, dispatch, path};
 use crate::cli::output::{fail, print};
 use crate::config::from_flags;
 use crate::node::Node;
@@ -40,6 +40,18 @@ pub(super) struct BenchArgs {
 
 #[derive(Clone, Copy, Debug, Subcommand)]
 enum What {
+    /// Throughput and processor time of KV bytes over loopback: copied, over TCP, over TLS, and over the bulk plane at packets of 1,452 and 8,952 bytes (seconds per GiB).
+    Bulk {
+        /// Bytes for each way, in MiB. They travel as parcels of 64 MiB.
+        #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(64..=65_536))]
+        size_mib: u32,
+        /// Times that the ways take turns.
+        #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1_000))]
+        rounds: u32,
+        /// Streams per parcel on the bulk plane.
+        #[arg(long, value_parser = clap::value_parser!(u32).range(1..=16))]
+        streams: Option<u32>,
+    },
     /// One dispatch decision, for every policy, in meshes of 16, 256 and 1,000 nodes (about a second).
     Dispatch,
     /// Time to first byte and processor time of a request asked at its host, and at another node that has to find that host first (a simulated engine that takes no time; seconds).
@@ -54,6 +66,11 @@ enum What {
 pub(super) fn run(args: &BenchArgs) -> ExitCode {
     let shown = match args.what {
         What::Dispatch => Ok(show_dispatch(&dispatch::run(), args.json)),
+        What::Bulk {
+            size_mib,
+            rounds,
+            streams,
+        } => measure_bulk(size_mib, rounds, streams).map(|lines| show_bulk(&lines, args.json)),
         What::Path { turns } => measure_path(turns).map(|result| show_path(&result, args.json)),
     };
     match shown {
@@ -76,6 +93,24 @@ fn show_dispatch(lines: &[dispatch::Line], json: bool) -> String {
             line.nodes, line.policy, line.p50_us, line.p99_us
         ));
     }
+    text
+}
+
+fn show_bulk(lines: &[bulk::Line], json: bool) -> String {
+    if json {
+        return to_json(&lines);
+    }
+    let mut text = format!(
+        "{:<28}  {:>8}  {:>12}  {:>14}\n",
+        "WAY", "MB/s", "CPU s per GB", "CPU to TLS/TCP"
+    );
+    for line in lines {
+        text.push_str(&format!(
+            "{:<28}  {:>8.0}  {:>12.3}  {:>14.2}\n",
+            line.way, line.mb_per_s, line.cpu_s_per_gb, line.cpu_to_tls
+        ));
+    }
+    text.push_str("Processor time of both ends together. Medians of the rounds.\n");
     text
 }
 
@@ -110,6 +145,19 @@ fn show_path(result: &path::Result, json: bool) -> String {
 
 fn to_json(value: &impl serde::Serialize) -> String {
     serde_json::to_string_pretty(value).unwrap_or_else(|error| error.to_string()) + "\n"
+}
+
+fn measure_bulk(
+    size_mib: u32,
+    rounds: u32,
+    streams: Option<u32>,
+) -> Result<Vec<bulk::Line>, String> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .map_err(|error| error.to_string())?;
+    let bytes = u64::from(size_mib) << 20;
+    runtime.block_on(bulk::run(bytes, rounds, streams))
 }
 
 fn measure_path(turns: u32) -> Result<path::Result, String> {
