@@ -23,6 +23,7 @@ mod generate;
 mod headers;
 mod models;
 mod observe;
+mod requests;
 mod server;
 mod stream;
 mod tls;
@@ -149,6 +150,8 @@ mod route {
     pub(super) const VERSION: &str = "/version";
     pub(super) const METRICS: &str = "/metrics";
     pub(super) const NODES: &str = "/mesh/nodes";
+    pub(super) const REQUESTS: &str = "/mesh/requests";
+    pub(super) const MIGRATE: &str = "/mesh/requests/{id}/migrate";
 
     /// The route that a path belongs to, as a label of metrics; `other` when there is none.
     pub(super) fn label(path: &str) -> &'static str {
@@ -161,12 +164,19 @@ mod route {
             VERSION,
             METRICS,
             NODES,
+            REQUESTS,
         ]
         .into_iter()
         .chain(LIVENESS)
         .chain(READINESS)
         .find(|route| *route == path)
         .unwrap_or_else(|| {
+            let inner = path
+                .strip_prefix(REQUESTS)
+                .and_then(|rest| rest.strip_prefix('/')?.strip_suffix("/migrate"));
+            if inner.is_some_and(|id| !id.contains('/')) {
+                return MIGRATE;
+            }
             let name = path
                 .strip_prefix(MODELS)
                 .and_then(|rest| rest.strip_prefix('/'));
@@ -193,7 +203,9 @@ fn router(api: Arc<Api>) -> Router {
         .route(route::PING, get(admin::ping).post(admin::ping))
         .route(route::VERSION, get(admin::version))
         .route(route::METRICS, get(admin::metrics))
-        .route(route::NODES, get(admin::nodes));
+        .route(route::NODES, get(admin::nodes))
+        .route(route::REQUESTS, get(requests::list))
+        .route(route::MIGRATE, post(requests::migrate));
     for path in route::LIVENESS {
         router = router.route(path, get(admin::liveness));
     }

@@ -4,8 +4,10 @@
 //! itself is wrong.
 
 mod bench;
+mod fetch;
 mod keygen;
 mod logging;
+mod migrate;
 mod node;
 mod output;
 mod status;
@@ -32,6 +34,8 @@ enum Job {
     Keygen(keygen::KeygenArgs),
     /// Measure this program by itself.
     Bench(bench::BenchArgs),
+    /// Move one running request to another node.
+    Migrate(migrate::MigrateArgs),
     /// Show the mesh as one of its nodes sees it.
     Status(status::StatusArgs),
 }
@@ -47,6 +51,7 @@ pub fn main(serve: impl FnOnce(NodeConfig) -> ExitCode) -> ExitCode {
         Job::Node(args) => node::run(&args, &matches, serve),
         Job::Bench(args) => bench::run(&args),
         Job::Keygen(args) => keygen::run(&args),
+        Job::Migrate(args) => migrate::run(&args),
         Job::Status(args) => status::run(&args),
     }
 }

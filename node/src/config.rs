@@ -25,11 +25,14 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 pub use crate::dispatch::PolicyName;
+pub use crate::engine::sim::Travels;
 pub use check::Surroundings;
 pub use error::ConfigError;
 pub use inspect::inspect;
 pub use layers::{from_flags, load};
-pub use raw::{Described, RawBasics, RawDispatch, RawEngine, RawHttp, RawMesh, RawNode, describe};
+pub use raw::{
+    Described, RawBasics, RawDispatch, RawEngine, RawHttp, RawMesh, RawMoves, RawNode, describe,
+};
 
 /// Mesh port when none is named; streams and gossip take the next one.
 pub const DEFAULT_MESH_PORT: u16 = 7400;
@@ -53,6 +56,8 @@ pub struct NodeConfig {
     pub engine: EngineSettings,
     /// Placement of requests.
     pub dispatch: DispatchSettings,
+    /// Hand-over of running requests.
+    pub moves: MovesSettings,
     /// The end of the process.
     pub shutdown: ShutdownSettings,
     /// What is logged and how.
@@ -188,6 +193,8 @@ pub struct SimSettings {
     pub profile: String,
     /// How many times faster than the profile it runs.
     pub speed: f64,
+    /// What of its KV travels when a request moves.
+    pub kv: Travels,
     /// Tokens of KV in all.
     pub context: Option<u32>,
     /// Sequences computed together, at most.
@@ -211,6 +218,23 @@ pub struct DispatchSettings {
     pub lease: Duration,
     /// Further candidates that are tried after the first.
     pub max_retries: u8,
+}
+
+/// Hand-over of running requests.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MovesSettings {
+    /// Time between two looks whether requests should move; `None` moves only what an operator names.
+    pub interval: Option<Duration>,
+    /// Freeness (KV blocks per request) below which this node moves requests away.
+    pub below: u32,
+    /// Freeness above which it takes requests of others. More than `below`.
+    pub above: u32,
+    /// Requests that may leave at once; at least one.
+    pub slots_out: usize,
+    /// Requests that may come in at once; at least one.
+    pub slots_in: usize,
+    /// Bytes of KV that rescheduling may send in a second.
+    pub bytes_per_second: u64,
 }
 
 /// The end of the process.

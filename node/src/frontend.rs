@@ -6,11 +6,14 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use shoal_gossip::{ClusterView, ModelFacts, NodeId, RequestId, Timestamp};
+use shoal_gossip::{ClusterView, Epoch, ModelFacts, NodeId, RequestId, Timestamp, Tokens};
+use shoal_migrate::CopyManner;
 use tokio::sync::mpsc;
 
+use crate::engine::moving::JobStatus;
 use crate::engine::work::RequestKind;
 use crate::engine::{Finish, TokenBatch};
+use crate::mesh::messages::MoveAnswer;
 use crate::openai::GenerateRequest;
 
 /// A client's request, parsed, with its body untouched.
@@ -82,6 +85,23 @@ pub enum HomeError {
     Lost(String),
 }
 
+/// A request that this node is the home or the host of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RequestRow {
+    /// Its name; its home is part of it.
+    pub id: RequestId,
+    /// Who runs it, as far as this node knows.
+    pub host: NodeId,
+    /// Which ownership that is.
+    pub epoch: Epoch,
+    /// Prompt length.
+    pub prompt: Tokens,
+    /// Output so far: received, at its home; drawn, at its host.
+    pub output: Tokens,
+    /// How its engine sees it, when this node is its host.
+    pub job: Option<JobStatus>,
+}
+
 /// The node as the client plane sees it.
 #[async_trait]
 pub trait Frontend: Send + Sync + fmt::Debug {
@@ -102,6 +122,12 @@ pub trait Frontend: Send + Sync + fmt::Debug {
 
     /// Nodes that could run something now: live, ready, with a known load.
     fn usable_nodes(&self) -> usize;
+
+    /// The requests that this node is the home or the host of, by name.
+    fn requests(&self) -> Vec<RequestRow>;
+
+    /// Has a request moved to another node, whoever runs it, and waits for what comes of it.
+    async fn migrate(&self, request: RequestId, to: NodeId, manner: CopyManner) -> MoveAnswer;
 
     /// Places a request and returns once a host has taken it. Dropping the future gives up.
     async fn start(&self, ask: ClientAsk) -> Result<Running, HomeError>;

@@ -16,6 +16,8 @@ pub mod links;
 pub mod load;
 pub mod mesh;
 pub mod metrics;
+pub mod moves;
 pub mod node;
 
 pub mod openai;
+pub mod reschedule;

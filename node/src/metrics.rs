@@ -22,6 +22,8 @@ use metrics_exporter_prometheus::{
 };
 use shoal_gossip::{ClusterView, LoadSummary, NodeId, Readiness, Timestamp};
 
+use crate::mesh::messages::MoveReport;
+
 pub use table::{Bound, MetricDoc, MetricKind};
 
 /// Content type of [`Metrics::render`].
@@ -47,6 +49,8 @@ pub struct Metrics {
     placement: Histogram,
     /// Redirects followed.
     pub redirects: Counter,
+    move_pause: Histogram,
+    move_whole: Histogram,
     load: LoadGauges,
     view: ViewGauges,
 }
@@ -115,6 +119,8 @@ impl Metrics {
             request: histogram(&recorder, table::REQUEST_SECONDS),
             placement: histogram(&recorder, table::PLACEMENT_SECONDS),
             redirects: counter(&recorder, table::REDIRECTS, &[]),
+            move_pause: histogram(&recorder, table::MOVE_PAUSE_SECONDS),
+            move_whole: histogram(&recorder, table::MOVE_SECONDS),
             load: LoadGauges::new(&recorder),
             view: ViewGauges::new(&recorder),
             recorder,
@@ -202,6 +208,44 @@ impl Metrics {
     /// Counts a request that went on elsewhere from its ledger.
     pub fn replay(&self, reason: &'static str) {
         counter(&self.recorder, table::REPLAYS, &[reason]).increment(1);
+    }
+
+    /// Counts the end of a hand-over that this node began.
+    pub fn moved(&self, reason: &'static str, outcome: &'static str, cause: &'static str) {
+        counter(&self.recorder, table::MOVES, &[reason, outcome, cause]).increment(1);
+    }
+
+    /// Takes the figures of a hand-over that succeeded.
+    pub fn move_figures(&self, report: &MoveReport) {
+        self.move_pause
+            .record(Duration::from_micros(report.pause_us));
+        self.move_whole
+            .record(Duration::from_micros(report.total_us));
+        counter(&self.recorder, table::MOVE_BYTES, &[]).increment(report.bytes);
+        counter(&self.recorder, table::MOVE_STAGES, &[]).increment(u64::from(report.stages));
+    }
+
+    /// Counts the end of a hand-over that this node had accepted.
+    pub fn arrived(&self, outcome: &'static str, cause: &'static str) {
+        counter(&self.recorder, table::ARRIVALS, &[outcome, cause]).increment(1);
+    }
+
+    /// Takes over the engine's own count of preemptions.
+    pub fn preemptions(&self, so_far: u64) {
+        counter(&self.recorder, table::PREEMPTIONS, &[]).absolute(so_far);
+    }
+
+    /// Shows how many requests leave and come in now.
+    pub fn moves_under_way(&self, leaving: usize, arriving: usize) {
+        for (side, count) in [("source", leaving), ("target", arriving)] {
+            gauge(&self.recorder, table::MOVES_UNDER_WAY, &[side])
+                .set(u32::try_from(count).unwrap_or(u32::MAX));
+        }
+    }
+
+    /// Counts a request of this node's clients that a hand-over took to another host.
+    pub fn attached(&self) {
+        counter(&self.recorder, table::ATTACHED, &[]).increment(1);
     }
 
     /// Takes over the gossip transport's own count of datagrams; `direction` is `sent` or `received`.

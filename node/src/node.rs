@@ -36,6 +36,7 @@ use crate::knowledge::Knowledge;
 use crate::load::LoadSource;
 use crate::mesh::control::ControlNode;
 use crate::mesh::stream::StreamNode;
+use crate::moves::Moves;
 use crate::node::front::Front;
 
 /// How long each part may take to close once nothing runs on it. Longer means that it hangs: it is
@@ -97,6 +98,7 @@ pub struct Node {
     engine: Arc<dyn Engine>,
     loads: Arc<LoadSource>,
     knowledge: Arc<Knowledge>,
+    moves: Arc<Moves>,
     front: Arc<Front>,
     gossip: Arc<Gossip>,
     gossip_thread: GossipThread,
@@ -189,6 +191,7 @@ impl Node {
             );
             self.stop.hurry.cancel();
         }
+        self.moves.stop();
         self.stop.closing.cancel();
         self.requests.close();
         in_time("requests", self.requests.wait()).await;

@@ -168,3 +168,36 @@ fn help_gives_default_unit_and_cost() {
         assert!(text.contains(part), "{part} is missing in\n{text}");
     }
 }
+
+#[test]
+fn a_move_by_hand_wants_names_that_exist_and_a_node_that_answers() {
+    let home = tempfile::tempdir().unwrap();
+    let home = home.path();
+    let output = shoal(home, &["migrate", "x", "--to", "y"], &[]).unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(
+        stderr(&output).contains("request id"),
+        "{}",
+        stderr(&output)
+    );
+    let id = "11111112-00000000000000ab";
+    let output = shoal(home, &["migrate", id], &[]).unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("--to"), "{}", stderr(&output));
+    // Port 1 is never served.
+    let args = [
+        "migrate",
+        id,
+        "--to",
+        "11111113",
+        "--node",
+        "http://127.0.0.1:1",
+    ];
+    let output = shoal(home, &args, &[]).unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        stderr(&output).contains("is it running"),
+        "{}",
+        stderr(&output)
+    );
+}

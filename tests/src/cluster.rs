@@ -9,8 +9,8 @@ use serde_json::Value;
 use shoal_gossip::NodeId;
 use shoal_node::config::{
     DispatchSettings, EngineKind, EngineSettings, GossipSettings, HttpSettings, KeySource,
-    LlamaSettings, LogFormat, LogSettings, MeshSettings, NodeConfig, PolicyName, ShutdownSettings,
-    SimSettings,
+    LlamaSettings, LogFormat, LogSettings, MeshSettings, MovesSettings, NodeConfig, PolicyName,
+    ShutdownSettings, SimSettings, Travels,
 };
 use shoal_node::node::Node;
 use tempfile::TempDir;
@@ -62,6 +62,7 @@ pub fn config(data_dir: &Path) -> NodeConfig {
             kind: EngineKind::Sim(SimSettings {
                 profile: "a10/llama-2-7b".into(),
                 speed: 1_000.0,
+                kv: Travels::Digest,
                 context: None,
                 max_sequences: None,
                 step_tokens: None,
@@ -77,6 +78,15 @@ pub fn config(data_dir: &Path) -> NodeConfig {
             offer_timeout: Duration::from_secs(5),
             lease: Duration::from_secs(10),
             max_retries: 4,
+        },
+        moves: MovesSettings {
+            // Only what a test asks for moves.
+            interval: None,
+            below: 10,
+            above: 30,
+            slots_out: 8,
+            slots_in: 8,
+            bytes_per_second: 1 << 30,
         },
         shutdown: ShutdownSettings {
             deadline: Duration::from_secs(20),

@@ -23,6 +23,8 @@ pub(super) enum ErrorKind {
     Unauthorized,
     UnknownPath,
     UnknownModel,
+    UnknownRequest,
+    Conflict,
     WrongMethod,
     SlowBody,
     TooLarge,
@@ -37,7 +39,8 @@ impl ErrorKind {
         match self {
             Self::BadRequest => StatusCode::BAD_REQUEST,
             Self::Unauthorized => StatusCode::UNAUTHORIZED,
-            Self::UnknownPath | Self::UnknownModel => StatusCode::NOT_FOUND,
+            Self::UnknownPath | Self::UnknownModel | Self::UnknownRequest => StatusCode::NOT_FOUND,
+            Self::Conflict => StatusCode::CONFLICT,
             Self::WrongMethod => StatusCode::METHOD_NOT_ALLOWED,
             Self::SlowBody => StatusCode::REQUEST_TIMEOUT,
             Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
@@ -53,6 +56,8 @@ impl ErrorKind {
             | Self::Unauthorized
             | Self::UnknownPath
             | Self::UnknownModel
+            | Self::UnknownRequest
+            | Self::Conflict
             | Self::WrongMethod
             | Self::SlowBody
             | Self::TooLarge => "invalid_request_error",
@@ -68,6 +73,8 @@ impl ErrorKind {
             Self::Unauthorized => Some("invalid_api_key"),
             Self::UnknownPath => Some("unknown_path"),
             Self::UnknownModel => Some("model_not_found"),
+            Self::UnknownRequest => Some("request_not_found"),
+            Self::Conflict => Some("conflict"),
             Self::WrongMethod => Some("method_not_allowed"),
             Self::SlowBody => Some("request_timeout"),
             Self::TooLarge => Some("request_too_large"),
@@ -122,6 +129,8 @@ impl ApiError {
             | ErrorKind::Unauthorized
             | ErrorKind::UnknownPath
             | ErrorKind::UnknownModel
+            | ErrorKind::UnknownRequest
+            | ErrorKind::Conflict
             | ErrorKind::WrongMethod
             | ErrorKind::SlowBody
             | ErrorKind::TooLarge => None,
@@ -145,6 +154,12 @@ impl ApiError {
             param: Some("model".to_owned()),
             ..Self::new(ErrorKind::UnknownModel, error.to_string())
         }
+    }
+
+    /// Names the field to blame.
+    pub(super) fn blaming(mut self, param: &str) -> Self {
+        self.param = Some(param.to_owned());
+        self
     }
 
     fn with_detail(mut self, detail: String) -> Self {
@@ -263,7 +278,7 @@ pub(super) async fn unknown_path(uri: Uri) -> ApiError {
 /// Answers requests with a method that their path does not take. axum adds `Allow`.
 pub(super) async fn wrong_method(method: Method, uri: Uri) -> ApiError {
     let path = shown(&uri);
-    let hint = if path.ends_with("/completions") {
+    let hint = if path.ends_with("/completions") || path.ends_with("/migrate") {
         "use POST with a JSON body"
     } else {
         "use GET"

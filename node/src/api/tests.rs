@@ -4,6 +4,7 @@ mod admin;
 mod bounds;
 mod errors;
 mod leaving;
+mod requests;
 mod secure;
 mod shutdown;
 mod streams;

@@ -1,41 +1,21 @@
 //! `shoal status`: the mesh as one of its nodes sees it.
 
-mod fetch;
 mod table;
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
 
+use crate::cli::fetch::{self, FetchError, NodeArgs, Question};
 use crate::cli::output::{fail, print};
-use fetch::{FetchError, Question};
 
 /// Flags of `shoal status`.
 #[derive(Debug, Args)]
 pub(super) struct StatusArgs {
-    /// Any node of the mesh.
-    #[arg(
-        long,
-        env = "SHOAL_NODE",
-        value_name = "URL",
-        default_value = "http://127.0.0.1:8080"
-    )]
-    node: String,
-
-    /// API key, if the node wants one.
-    #[arg(
-        long,
-        env = "SHOAL_API_KEY",
-        value_name = "KEY",
-        hide_env_values = true
-    )]
-    api_key: Option<String>,
-
-    /// Certificate authority in PEM that signed the node's certificate; needed for https.
-    #[arg(long, value_name = "FILE")]
-    ca_cert: Option<PathBuf>,
+    /// See [`NodeArgs`].
+    #[command(flatten)]
+    at: NodeArgs,
 
     /// Print what the node said, as JSON.
     #[arg(long)]
@@ -63,15 +43,14 @@ pub(super) fn run(args: &StatusArgs) -> ExitCode {
 
 async fn report(args: &StatusArgs) -> Result<String, FetchError> {
     let question = Question {
-        url: &args.node,
+        at: &args.at,
         path: "/mesh/nodes",
-        api_key: args.api_key.as_deref(),
-        authority: args.ca_cert.as_deref(),
+        body: None,
         deadline: Duration::from_millis(args.timeout_ms),
     };
-    let body = fetch::get(&question).await?;
+    let body = fetch::ask(&question).await?;
     let not_a_node = || FetchError::NotANode {
-        url: args.node.clone(),
+        url: args.at.node.clone(),
     };
     let view = serde_json::from_slice(&body).map_err(|_| not_a_node())?;
     let table = table::render(&view).ok_or_else(not_a_node)?;

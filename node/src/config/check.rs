@@ -3,6 +3,7 @@
 //! Pure: what the process is surrounded by comes in as a value.
 
 mod mesh;
+mod moves;
 
 use std::env;
 use std::fmt::Display;
@@ -97,6 +98,7 @@ pub(super) fn check(
         engine,
         mesh,
         dispatch,
+        moves,
         http,
     } = raw;
     let data_dir = data_dir(&basics, surroundings)?;
@@ -112,6 +114,7 @@ pub(super) fn check(
     let gossip = gossip(&mesh)?;
     let mut warnings = Vec::new();
     let dispatch = self::dispatch(&dispatch, &gossip)?;
+    let moves = moves::check(&moves)?;
     let engine = self::engine(engine, given, surroundings)?;
     let mesh = mesh::check(mesh, &basics, listen, surroundings, &mut warnings)?;
     let http = self::http(http, listen)?;
@@ -128,6 +131,7 @@ pub(super) fn check(
         gossip,
         engine,
         dispatch,
+        moves,
         shutdown,
         log,
         warnings,
@@ -258,6 +262,13 @@ fn llama(raw: &RawEngine, surroundings: &Surroundings) -> Result<LlamaSettings, 
             "name a GGUF file (scripts/fetch-model.sh gets a small one), or say --engine sim:<profile>",
         ));
     };
+    if raw.sim_kv.is_some() {
+        return Err(wrong(
+            "--sim-kv",
+            "it has no meaning for a real engine",
+            "leave it out, or say --engine sim:<profile>",
+        ));
+    }
     if raw.sim_speed.is_some() {
         return Err(wrong(
             "--sim-speed",
@@ -328,6 +339,7 @@ fn sim(raw: &RawEngine, profile: &str, given: &Given) -> Result<SimSettings, Con
     };
     Ok(SimSettings {
         profile: profile.to_owned(),
+        kv: raw.sim_kv.unwrap_or_default(),
         speed: within("--sim-speed", raw.sim_speed.unwrap_or(1.0), 0.001..=1_000.0)?,
         context: range("--context", raw.context)?,
         max_sequences,

@@ -10,7 +10,7 @@ use clap::{Args, CommandFactory, FromArgMatches};
 use serde::de::DeserializeOwned;
 use toml::Table;
 
-pub use groups::{RawBasics, RawDispatch, RawEngine, RawHttp, RawMesh};
+pub use groups::{RawBasics, RawDispatch, RawEngine, RawHttp, RawMesh, RawMoves};
 
 /// All settings as written. Nothing is checked but the type of each value.
 #[derive(Clone, Debug, Args)]
@@ -27,6 +27,9 @@ pub struct RawNode {
     /// See [`RawDispatch`].
     #[command(flatten)]
     pub dispatch: RawDispatch,
+    /// See [`RawMoves`].
+    #[command(flatten)]
+    pub moves: RawMoves,
     /// See [`RawHttp`].
     #[command(flatten)]
     pub http: RawHttp,
@@ -40,12 +43,14 @@ impl RawNode {
             engine,
             mesh,
             dispatch,
+            moves,
             http,
         } = self;
         let mut table = Table::try_from(basics)?;
         table.extend(Table::try_from(engine)?);
         table.extend(Table::try_from(mesh)?);
         table.extend(Table::try_from(dispatch)?);
+        table.extend(Table::try_from(moves)?);
         table.extend(Table::try_from(http)?);
         Ok(table)
     }
@@ -60,6 +65,7 @@ impl RawNode {
             engine: part(table)?,
             mesh: part(table)?,
             dispatch: part(table)?,
+            moves: part(table)?,
             http: part(table)?,
         })
     }

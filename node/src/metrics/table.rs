@@ -64,6 +64,12 @@ const PLACEMENT: &[Bound] = bounds!(
     30_000_000
 );
 
+/// 0.25 ms to 10 s: a delta over loopback, to a large state over a slow link.
+const PAUSE: &[Bound] = bounds!(
+    250 500 1_000 2_500 5_000 10_000 25_000 50_000 100_000 250_000 500_000 1_000_000 2_500_000
+    10_000_000
+);
+
 macro_rules! table {
     ($($constant:ident = $name:literal $kind:expr, [$($label:literal)*], $help:literal;)*) => {
         $(pub(super) const $constant: MetricDoc = MetricDoc {
@@ -118,12 +124,31 @@ table! {
     REPLAYS = "shoal_replays_total" Counter, ["reason"],
         "Times a request of this node went on elsewhere from its ledger.";
 
+    MOVES = "shoal_moves_total" Counter, ["reason" "outcome" "cause"],
+        "Hand-overs this node began as source, by why, how they ended, and what stopped those that did.";
+    ARRIVALS = "shoal_move_arrivals_total" Counter, ["outcome" "cause"],
+        "Hand-overs this node accepted as target, by how they ended.";
+    MOVES_UNDER_WAY = "shoal_moves_under_way" Gauge, ["side"],
+        "Hand-overs going on now; side says whether this node is source or target.";
+    MOVE_PAUSE_SECONDS = "shoal_move_pause_seconds" Histogram(PAUSE), [],
+        "From the step boundary at which a moved request stopped to the target's word that it owns it.";
+    MOVE_SECONDS = "shoal_move_seconds" Histogram(WHOLE), [],
+        "From the proposal of a hand-over to the target's word that it owns the request.";
+    MOVE_BYTES = "shoal_move_bytes_total" Counter, [],
+        "Bytes sent in hand-overs that succeeded.";
+    MOVE_STAGES = "shoal_move_stages_total" Counter, [],
+        "Copy stages of hand-overs that succeeded, the last ones included.";
+    ATTACHED = "shoal_moves_followed_total" Counter, [],
+        "Times a request of this node's clients changed its host by a hand-over.";
+
     RUNNING = "shoal_engine_running" Gauge, [],
         "Requests that hold KV in this node's engine.";
     QUEUED = "shoal_engine_queued" Gauge, [],
         "Requests that wait for KV in this node's engine.";
     QUEUE_ROOM = "shoal_engine_queue_room" Gauge, [],
         "Requests that this node's queue still has room for.";
+    PREEMPTIONS = "shoal_engine_preemptions_total" Counter, [],
+        "Times a request of this node's engine lost its KV to another one and had it computed again.";
     STEP_SECONDS = "shoal_engine_step_seconds" Gauge, [],
         "Smoothed time of one engine step; 0 when unknown.";
     PREFILL_BACKLOG = "shoal_engine_prefill_backlog_tokens" Gauge, [],

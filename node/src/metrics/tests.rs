@@ -19,6 +19,18 @@ fn touched() -> Metrics {
     metrics.offer_received("refuse");
     metrics.retry("silent");
     metrics.replay("host lost");
+    metrics.moved("asked", "moved", "none");
+    metrics.move_figures(&MoveReport {
+        pause_us: 900,
+        total_us: 40_000,
+        bytes: 12,
+        stages: 2,
+        tokens: 100,
+    });
+    metrics.arrived("arrived", "none");
+    metrics.moves_under_way(1, 2);
+    metrics.attached();
+    metrics.preemptions(3);
     metrics.gossip_datagrams("sent", 7);
     metrics.gossip_dropped("replayed", 3);
     metrics

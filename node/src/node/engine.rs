@@ -46,6 +46,7 @@ fn llama_config(settings: &EngineSettings, own: &LlamaSettings) -> LlamaConfig {
 fn sim_config(settings: &EngineSettings, own: &SimSettings) -> SimConfig {
     SimConfig {
         speed: own.speed,
+        travels: own.kv,
         model: settings.model_id.clone(),
         block_size: BlockSize::new(settings.block_size),
         kv: own.context.map(Tokens),

@@ -6,25 +6,35 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use shoal_gossip::{ClusterView, ModelFacts, NodeId, Readiness, Timestamp};
+use shoal_gossip::{ClusterView, ModelFacts, NodeId, Readiness, RequestId, Timestamp};
+use shoal_migrate::CopyManner;
 
-use crate::frontend::{ClientAsk, Frontend, HomeError, Running};
+use crate::frontend::{ClientAsk, Frontend, HomeError, RequestRow, Running};
 use crate::home::Home;
 use crate::knowledge::Knowledge;
+use crate::mesh::messages::MoveAnswer;
+use crate::moves::Moves;
 
 /// Joins home and knowledge for the client plane.
 #[derive(Debug)]
 pub(super) struct Front {
     home: Arc<Home>,
+    moves: Arc<Moves>,
     knowledge: Arc<Knowledge>,
     max_view_age: Duration,
     closed: AtomicBool,
 }
 
 impl Front {
-    pub(super) fn new(home: Arc<Home>, knowledge: Arc<Knowledge>, max_view_age: Duration) -> Self {
+    pub(super) fn new(
+        home: Arc<Home>,
+        moves: Arc<Moves>,
+        knowledge: Arc<Knowledge>,
+        max_view_age: Duration,
+    ) -> Self {
         Self {
             home,
+            moves,
             knowledge,
             max_view_age,
             closed: AtomicBool::new(false),
@@ -80,6 +90,40 @@ impl Frontend for Front {
                 fresh && ready
             })
             .count()
+    }
+
+    fn requests(&self) -> Vec<RequestRow> {
+        let this = self.this();
+        let hosted = self.moves.jobs().into_iter().map(|job| RequestRow {
+            id: job.request,
+            host: this,
+            epoch: job.epoch,
+            prompt: job.prompt,
+            output: job.output,
+            job: Some(job),
+        });
+        let mut rows: BTreeMap<RequestId, RequestRow> = hosted.map(|row| (row.id, row)).collect();
+        for (id, at) in self.home.running() {
+            let job = rows.remove(&id).and_then(|row| row.job);
+            // The home says where it is: a copy of it may be arriving here.
+            let row = RequestRow {
+                id,
+                host: at.host,
+                epoch: at.epoch,
+                prompt: at.prompt,
+                output: at.output,
+                job: job.filter(|_| at.host == this),
+            };
+            rows.insert(id, row);
+        }
+        rows.into_values().collect()
+    }
+
+    async fn migrate(&self, request: RequestId, to: NodeId, manner: CopyManner) -> MoveAnswer {
+        let at = self.home.whereabouts(request);
+        self.moves
+            .asked(self.this(), at, (request, to, manner))
+            .await
     }
 
     async fn start(&self, ask: ClientAsk) -> Result<Running, HomeError> {

@@ -26,7 +26,7 @@ const ALONE_REMINDER: Duration = Duration::from_secs(30);
 pub(super) async fn publish_load(
     engine: Arc<dyn Engine>,
     loads: Arc<LoadSource>,
-    gossip: Arc<Gossip>,
+    (gossip, metrics): (Arc<Gossip>, Arc<Metrics>),
     every: Duration,
     stop: CancellationToken,
 ) {
@@ -41,6 +41,7 @@ pub(super) async fn publish_load(
             Ok(()) = changed.changed() => {}
         }
         gossip.publish(loads.summary());
+        metrics.preemptions(engine.preemptions());
     }
 }
 

@@ -3,14 +3,17 @@
 use std::path::Path;
 use std::time::Duration;
 
-use shoal_gossip::{ClusterKey, KeyRing, Seed, SeedList};
+use shoal_gossip::{ClusterKey, KeyRing, Seed, SeedList, Tokens};
+use shoal_migrate::SessionLimits;
 
 use crate::api::{ApiConfig, ApiKeys, Tls};
 use crate::config::{KeySource, MeshSettings, NodeConfig};
 use crate::dispatch::{Freeness, PlacementLimits};
 use crate::home::HomeSettings;
 use crate::host::HostSettings;
+use crate::moves::MoveSettings;
 use crate::node::StartError;
+use crate::reschedule::RescheduleLimits;
 
 /// Part of the offer deadline that a host may spend on probing others; the rest is for the way.
 const PROBE_SHARE: u32 = 4;
@@ -105,6 +108,44 @@ pub(super) fn host_settings(config: &NodeConfig) -> HostSettings {
         redirect_below: Freeness::of_blocks(i64::from(dispatch.redirect_below)),
         probe_deadline: dispatch.offer_timeout / PROBE_SHARE,
         max_view_age: dispatch.max_view_age,
+    }
+}
+
+/// How long a peer may take to answer a question of a hand-over: the target holds nothing up while it thinks, and a
+/// home answers from memory.
+const MOVE_ASK_DEADLINE: Duration = Duration::from_secs(1);
+
+/// How long a request stays where it is after it was chosen to move: many times the copy of a large one.
+const MOVE_REST: Duration = Duration::from_secs(5);
+
+/// Output that a request must still be allowed to draw to be moved: some seconds of decoding.
+const MOVE_MIN_OUTPUT: Tokens = Tokens(64);
+
+/// What the poorer of the two nodes must gain by a move, as a share of the freeness below which requests move: less is
+/// within the noise of one more request.
+const MOVE_GAIN_SHARE: u32 = 5;
+
+pub(super) fn move_settings(config: &NodeConfig) -> MoveSettings {
+    let moves = &config.moves;
+    MoveSettings {
+        limits: SessionLimits::default(),
+        slots_out: moves.slots_out,
+        slots_in: moves.slots_in,
+        ask_deadline: MOVE_ASK_DEADLINE,
+        accept_above: Freeness::of_blocks(i64::from(moves.above)),
+    }
+}
+
+pub(super) fn reschedule_limits(config: &NodeConfig) -> RescheduleLimits {
+    let moves = &config.moves;
+    RescheduleLimits {
+        low: Freeness::of_blocks(i64::from(moves.below)),
+        high: Freeness::of_blocks(i64::from(moves.above)),
+        min_gain: Freeness::of_blocks(i64::from((moves.below / MOVE_GAIN_SHARE).max(1))),
+        rest: MOVE_REST,
+        min_output_left: MOVE_MIN_OUTPUT,
+        slots_out: moves.slots_out,
+        bytes_per_second: moves.bytes_per_second,
     }
 }
 

@@ -24,11 +24,13 @@ use crate::identity::Identity;
 use crate::knowledge::Knowledge;
 use crate::links::Links;
 use crate::load::LoadSource;
+use crate::mesh::bulk::Bulk;
 use crate::mesh::control::{ControlConfig, ControlNode, ControlStartError};
 use crate::mesh::messages::PROTOCOL;
 use crate::mesh::socket::SharedSocket;
-use crate::mesh::stream::StreamNode;
+use crate::mesh::stream::{Serving, StreamNode};
 use crate::metrics::Metrics;
+use crate::moves::{MoveParts, Moves, keep_rescheduling};
 use crate::node::addresses::Advertised;
 use crate::node::front::Front;
 use crate::node::{Node, StartError, Stop, engine, reports, settings};
@@ -51,14 +53,14 @@ pub(super) async fn start(config: NodeConfig) -> Result<Node, StartError> {
     let seeds = settings::seed_list(&config.mesh)?;
     let base = base(config).await?;
     let (view, views) = watch::channel(nobody(&base));
-    let sides = sides(&base, views.clone())?;
+    let requests = TaskTracker::new();
+    let sides = sides(&base, views.clone(), &requests)?;
     let thread = GossipThread::start().map_err(|error| plane("state", &error))?;
-    let planes = planes(&base, &thread, &sides.host, views).await?;
+    let planes = planes(&base, &thread, &sides, views).await?;
     let gossip = Arc::new(gossip(&base, &planes, (keys, seeds), &thread)?);
     gossip.publish(sides.loads.summary());
 
     let stop = Stop::default();
-    let requests = TaskTracker::new();
     let front = front(&base, &sides, &planes, &requests, &stop)?;
     let background = TaskTracker::new();
     background.spawn(forward_views(gossip.view(), view, stop.closed.clone()));
@@ -93,6 +95,7 @@ pub(super) async fn start(config: NodeConfig) -> Result<Node, StartError> {
         engine: base.engine,
         loads: sides.loads,
         knowledge: sides.knowledge,
+        moves: sides.moves,
         front,
         gossip,
         gossip_thread: thread,
@@ -113,9 +116,14 @@ struct Sides {
     knowledge: Arc<Knowledge>,
     metrics: Arc<Metrics>,
     host: Arc<Host>,
+    moves: Arc<Moves>,
 }
 
-fn sides(base: &Base, views: watch::Receiver<Arc<ClusterView>>) -> Result<Sides, StartError> {
+fn sides(
+    base: &Base,
+    views: watch::Receiver<Arc<ClusterView>>,
+    requests: &TaskTracker,
+) -> Result<Sides, StartError> {
     let loads = Arc::new(LoadSource::new(Arc::clone(&base.engine), base.incarnation));
     let metrics = Arc::new(Metrics::new(
         base.identity.node_id(),
@@ -135,11 +143,21 @@ fn sides(base: &Base, views: watch::Receiver<Arc<ClusterView>>) -> Result<Sides,
         Arc::clone(&metrics),
         settings::host_settings(&base.config),
     ));
+    let parts = MoveParts {
+        engine: Arc::clone(&base.engine),
+        clock: Arc::clone(&base.clock),
+        loads: Arc::clone(&loads),
+        knowledge: Arc::clone(&knowledge),
+        metrics: Arc::clone(&metrics),
+        tasks: requests.clone(),
+    };
+    let moves = Arc::new(Moves::new(parts, settings::move_settings(&base.config)));
     Ok(Sides {
         loads,
         knowledge,
         metrics,
         host,
+        moves,
     })
 }
 
@@ -150,17 +168,20 @@ fn front(
     requests: &TaskTracker,
     stop: &Stop,
 ) -> Result<Arc<Front>, StartError> {
-    let links = Links::new(
+    let links = Arc::new(Links::new(
         base.identity.node_id(),
         Arc::clone(&sides.host),
         Arc::clone(&planes.control) as _,
         Arc::clone(&planes.streams) as _,
         requests.clone(),
-    );
-    let home = Home::new(
+    ));
+    sides
+        .moves
+        .connect(Arc::clone(&links), planes.streams.carrier());
+    let home = Arc::new(Home::new(
         HomeParts {
             engine: Arc::clone(&base.engine),
-            links: Arc::new(links),
+            links,
             knowledge: Arc::clone(&sides.knowledge),
             metrics: Arc::clone(&sides.metrics),
             rng: rng()?,
@@ -168,9 +189,11 @@ fn front(
             hurry: stop.hurry.clone(),
         },
         settings::home_settings(&base.config),
-    );
+    ));
+    sides.host.join(&home, &sides.moves);
     Ok(Arc::new(Front::new(
-        Arc::new(home),
+        home,
+        Arc::clone(&sides.moves),
         Arc::clone(&sides.knowledge),
         base.config.dispatch.max_view_age,
     )))
@@ -187,10 +210,20 @@ fn report(
     background.spawn(reports::publish_load(
         Arc::clone(&base.engine),
         Arc::clone(&sides.loads),
-        Arc::clone(gossip),
+        (Arc::clone(gossip), Arc::clone(&sides.metrics)),
         base.config.gossip.interval,
         stop.closed.clone(),
     ));
+    if let Some(every) = base.config.moves.interval {
+        background.spawn(keep_rescheduling(
+            Arc::clone(&sides.moves),
+            settings::reschedule_limits(&base.config),
+            every,
+            base.config.dispatch.max_view_age,
+            // A node that drains sheds what it has by other means.
+            stop.closing.clone(),
+        ));
+    }
     background.spawn(reports::keep_metrics(
         Arc::clone(&sides.metrics),
         Arc::clone(&sides.knowledge),
@@ -251,9 +284,10 @@ struct Planes {
 async fn planes(
     base: &Base,
     thread: &GossipThread,
-    host: &Arc<Host>,
+    sides: &Sides,
     views: watch::Receiver<Arc<ClusterView>>,
 ) -> Result<Planes, StartError> {
+    let host = &sides.host;
     let mesh = &base.config.mesh;
     let bound = SharedSocket::bind(mesh.stream, &thread.runtime_handle());
     let socket = bound
@@ -284,7 +318,10 @@ async fn planes(
         &thread.runtime_handle(),
         base.identity.keypair(),
         views,
-        Arc::clone(host) as _,
+        Serving {
+            streams: Arc::clone(host) as _,
+            bulk: Bulk::new(Arc::clone(&sides.moves) as _),
+        },
     )
     .map_err(|error| plane("stream", &error))?;
     Ok(Planes {

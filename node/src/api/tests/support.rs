@@ -7,9 +7,10 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use shoal_gossip::{
-    BlockSize, Blocks, Clock, ClusterView, Incarnation, LoadSummary, ModelFacts, MonotonicClock,
-    NodeFacts, NodeId, NodeRow, Readiness, RequestId, Role, Timestamp, Tokens,
+    BlockSize, Blocks, Clock, ClusterView, Epoch, Incarnation, LoadSummary, ModelFacts,
+    MonotonicClock, NodeFacts, NodeId, NodeRow, Readiness, RequestId, Role, Timestamp, Tokens,
 };
+use shoal_migrate::CopyManner;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, oneshot};
@@ -19,7 +20,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::api::{ApiConfig, Backend, Shutdown, serve};
 use crate::engine::{Finish, FinishReason, TokenBatch};
-use crate::frontend::{ClientAsk, Frontend, HomeError, HomeEvent, Running};
+use crate::frontend::{ClientAsk, Frontend, HomeError, HomeEvent, RequestRow, Running};
+use crate::mesh::messages::{MoveAnswer, MoveReport};
 use crate::metrics::Metrics;
 
 pub(super) const THIS: NodeId = NodeId(1);
@@ -71,6 +73,12 @@ impl Arrival {
     }
 }
 
+/// The one request that the fake says it knows; it runs at [`HOST`].
+pub(super) const MOVABLE: RequestId = RequestId {
+    home: THIS,
+    serial: 0xab,
+};
+
 #[derive(Debug)]
 pub(super) struct Fake {
     clock: MonotonicClock,
@@ -104,6 +112,33 @@ impl Frontend for Fake {
 
     fn usable_nodes(&self) -> usize {
         self.usable.load(Ordering::SeqCst)
+    }
+
+    fn requests(&self) -> Vec<RequestRow> {
+        vec![RequestRow {
+            id: MOVABLE,
+            host: HOST,
+            epoch: Epoch(2),
+            prompt: Tokens(12),
+            output: Tokens(3),
+            job: None,
+        }]
+    }
+
+    async fn migrate(&self, request: RequestId, to: NodeId, _: CopyManner) -> MoveAnswer {
+        match (request == MOVABLE, to == HOST) {
+            (false, _) => MoveAnswer::Unknown,
+            (true, true) => MoveAnswer::Stayed {
+                reason: "it runs on this node".into(),
+            },
+            (true, false) => MoveAnswer::Moved(MoveReport {
+                pause_us: 1_500,
+                total_us: 20_000,
+                bytes: 4_096,
+                stages: 3,
+                tokens: 15,
+            }),
+        }
     }
 
     async fn start(&self, ask: ClientAsk) -> Result<Running, HomeError> {

@@ -9,9 +9,11 @@ const VIEW: &str = r#"{"this":"aaa","nodes":[{"node":"aaa","load":null}]}"#;
 
 fn args(node: String) -> StatusArgs {
     StatusArgs {
-        node,
-        api_key: Some("sk-1".to_owned()),
-        ca_cert: None,
+        at: NodeArgs {
+            node,
+            api_key: Some("sk-1".to_owned()),
+            ca_cert: None,
+        },
         json: false,
         timeout_ms: 5_000,
     }

@@ -99,6 +99,7 @@ fn many_sequences_raise_the_step_that_nobody_named() {
 fn an_engine_takes_only_its_own_settings() {
     assert!(refused_alone(&[]).contains("scripts/fetch-model.sh"));
     assert!(refused(&["--sim-speed", "2"]).starts_with("--sim-speed"));
+    assert!(refused(&["--sim-kv", "true-size"]).starts_with("--sim-kv"));
     assert!(refused(&["--engine", "sim:a10/x"]).starts_with("--model"));
     assert!(refused_alone(&["--engine", "sim:a10/x", "--threads", "2"]).starts_with("--threads"));
     for engine in ["vllm", "sim", "sim:", "llama:x", ""] {
@@ -110,6 +111,7 @@ fn an_engine_takes_only_its_own_settings() {
         EngineKind::Sim(SimSettings {
             profile: "a10/llama-2-7b".to_owned(),
             speed: 2.5,
+            kv: crate::config::Travels::Digest,
             context: None,
             max_sequences: None,
             step_tokens: None,
@@ -249,4 +251,25 @@ fn rust_log_counts_where_no_filter_is_given() {
     assert_eq!(named.log.filter, "info");
     assert_eq!(accepted(&[]).log.filter, "info");
     assert!(refused(&["--log", "shoal=loud"]).starts_with("--log"));
+}
+
+#[test]
+fn requests_move_by_default_and_never_to_and_fro() {
+    let moves = accepted(&[]).moves;
+    assert_eq!(moves.interval, Some(Duration::from_millis(100)));
+    assert_eq!((moves.below, moves.above), (10, 30));
+    assert_eq!(
+        accepted(&["--reschedule-interval-ms", "0"]).moves.interval,
+        None
+    );
+    assert!(refused(&["--reschedule-interval-ms", "9"]).starts_with("--reschedule-interval-ms"));
+    accepted(&["--move-below", "29", "--move-above", "30"]);
+    let equal = refused(&["--move-below", "30", "--move-above", "30"]);
+    assert!(
+        equal.starts_with("--move-above") && equal.contains("31"),
+        "{equal}"
+    );
+    assert!(refused(&["--moves-out", "0"]).starts_with("--moves-out"));
+    assert!(refused(&["--moves-in", "257"]).starts_with("--moves-in"));
+    assert!(refused(&["--move-mib-per-second", "0"]).starts_with("--move-mib-per-second"));
 }

@@ -8,6 +8,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::config::LogFormat;
 use crate::dispatch::PolicyName;
+use crate::engine::sim::Travels;
 
 /// Where the node lives, what it logs, how it ends.
 #[derive(Clone, Debug, Args, Serialize, Deserialize)]
@@ -162,6 +163,12 @@ pub struct RawEngine {
     /// Unit: factor from 0.001 to 1000. Cost: CPU time in proportion.
     #[arg(long, env = "SHOAL_SIM_SPEED", value_name = "FACTOR")]
     pub sim_speed: Option<f64>,
+
+    /// What of its KV the simulated engine sends when a request moves; sim only [default: digest].
+    ///
+    /// Unit: name. Cost: digest 16 bytes a token, true-size what the profile's model has, nothing makes the target prefill again.
+    #[arg(long, env = "SHOAL_SIM_KV", value_name = "KIND", value_enum)]
+    pub sim_kv: Option<Travels>,
 }
 
 /// The planes between nodes.
@@ -321,6 +328,68 @@ pub struct RawDispatch {
     /// Unit: nodes, at most 15. Cost: each may add an offer timeout before the client hears 503.
     #[arg(long, env = "SHOAL_MAX_RETRIES", value_name = "N", default_value_t = 3)]
     pub max_retries: u8,
+}
+
+/// Hand-over of running requests.
+#[derive(Clone, Debug, Args, Serialize, Deserialize)]
+#[command(next_help_heading = "Hand-over")]
+#[serde(rename_all = "kebab-case")]
+pub struct RawMoves {
+    /// Time between two looks whether requests should move to another node; 0 moves none but those an operator names.
+    ///
+    /// Unit: milliseconds. Cost: a look at the own load, and below --move-below one at the view.
+    #[arg(
+        long,
+        env = "SHOAL_RESCHEDULE_INTERVAL_MS",
+        value_name = "MS",
+        default_value_t = 100
+    )]
+    pub reschedule_interval_ms: u64,
+
+    /// Freeness below which a node moves requests away.
+    ///
+    /// Unit: KV blocks a request. Cost: higher moves more often, lower leaves less time before requests are preempted.
+    #[arg(
+        long,
+        env = "SHOAL_MOVE_BELOW",
+        value_name = "BLOCKS",
+        default_value_t = 10
+    )]
+    pub move_below: u32,
+
+    /// Freeness above which a node takes requests that others move away.
+    ///
+    /// Unit: KV blocks a request, more than --move-below. Cost: lower finds targets more often, and moves requests to and fro.
+    #[arg(
+        long,
+        env = "SHOAL_MOVE_ABOVE",
+        value_name = "BLOCKS",
+        default_value_t = 30
+    )]
+    pub move_above: u32,
+
+    /// Requests that may leave a node at once.
+    ///
+    /// Unit: requests, at most 256. Cost: a copy of one stage of KV in memory each.
+    #[arg(long, env = "SHOAL_MOVES_OUT", value_name = "N", default_value_t = 4)]
+    pub moves_out: u32,
+
+    /// Requests that may come in at once.
+    ///
+    /// Unit: requests, at most 256. Cost: KV blocks reserved for each until it is there, and its KV once more in memory with --reproducible.
+    #[arg(long, env = "SHOAL_MOVES_IN", value_name = "N", default_value_t = 4)]
+    pub moves_in: u32,
+
+    /// KV that rescheduling may send in a second.
+    ///
+    /// Unit: mebibytes. Cost: network and processor time taken from what runs.
+    #[arg(
+        long,
+        env = "SHOAL_MOVE_MIB_PER_SECOND",
+        value_name = "MIB",
+        default_value_t = 512
+    )]
+    pub move_mib_per_second: u32,
 }
 
 /// The client plane.

@@ -6,14 +6,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http_body_util::{BodyExt, Empty, Limited};
+use clap::Args;
+use http_body_util::{BodyExt, Full, Limited};
 use hyper::client::conn::http1;
-use hyper::header::{AUTHORIZATION, HOST};
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HOST};
 use hyper::{Request, StatusCode, Uri};
 use hyper_util::rt::TokioIo;
 use rustls::{ClientConfig, RootCertStore};
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, ServerName};
+use serde::Deserialize;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
@@ -22,17 +24,41 @@ use tokio_rustls::TlsConnector;
 /// Longest answer that is read: some 4,000 nodes (the bound of a mesh) of 2 KiB each.
 const MAX_ANSWER: usize = 8 * 1024 * 1024;
 
+/// Which node, and how to speak to it.
+#[derive(Clone, Debug, Args)]
+pub(super) struct NodeArgs {
+    /// Any node of the mesh.
+    #[arg(
+        long,
+        env = "SHOAL_NODE",
+        value_name = "URL",
+        default_value = "http://127.0.0.1:8080"
+    )]
+    pub(super) node: String,
+
+    /// API key, if the node wants one.
+    #[arg(
+        long,
+        env = "SHOAL_API_KEY",
+        value_name = "KEY",
+        hide_env_values = true
+    )]
+    pub(super) api_key: Option<String>,
+
+    /// Certificate authority in PEM that signed the node's certificate; needed for https.
+    #[arg(long, value_name = "FILE")]
+    pub(super) ca_cert: Option<PathBuf>,
+}
+
 /// What is asked, of whom.
 #[derive(Clone, Debug)]
 pub(super) struct Question<'a> {
-    /// The node, with or without `http://`.
-    pub(super) url: &'a str,
+    /// The node.
+    pub(super) at: &'a NodeArgs,
     /// The path.
     pub(super) path: &'a str,
-    /// Sent as a bearer token.
-    pub(super) api_key: Option<&'a str>,
-    /// PEM file of the certificate authority to trust.
-    pub(super) authority: Option<&'a Path>,
+    /// JSON to post; `None` gets.
+    pub(super) body: Option<String>,
     /// Time for all of it.
     pub(super) deadline: Duration,
 }
@@ -88,6 +114,12 @@ pub(super) enum FetchError {
         /// Where.
         url: String,
     },
+    /// The node did not do it.
+    #[error("{message}")]
+    Refused {
+        /// In the node's words.
+        message: String,
+    },
     /// Something answered that is not a node.
     #[error("{url} answers, but it is not a shoal node; is this its --http-port?")]
     NotANode {
@@ -97,18 +129,18 @@ pub(super) enum FetchError {
 }
 
 /// Asks and returns the body of a good answer.
-pub(super) async fn get(question: &Question<'_>) -> Result<Bytes, FetchError> {
-    match timeout(question.deadline, get_without_deadline(question)).await {
+pub(super) async fn ask(question: &Question<'_>) -> Result<Bytes, FetchError> {
+    match timeout(question.deadline, ask_without_deadline(question)).await {
         Ok(answer) => answer,
         Err(_) => Err(FetchError::Silent {
-            url: question.url.to_owned(),
+            url: question.at.node.clone(),
             deadline: question.deadline,
         }),
     }
 }
 
-async fn get_without_deadline(question: &Question<'_>) -> Result<Bytes, FetchError> {
-    let url = question.url.to_owned();
+async fn ask_without_deadline(question: &Question<'_>) -> Result<Bytes, FetchError> {
+    let url = question.at.node.clone();
     let bad_url = || FetchError::BadUrl(url.clone());
     let full = match url.contains("://") {
         true => url.clone(),
@@ -123,13 +155,18 @@ async fn get_without_deadline(question: &Question<'_>) -> Result<Bytes, FetchErr
         _ => return Err(bad_url()),
     };
     let authority = uri.authority().ok_or_else(bad_url)?.as_str();
-    let mut request = Request::get(question.path).header(HOST, authority);
-    if let Some(key) = question.api_key {
+    let mut request = match question.body {
+        None => Request::get(question.path),
+        Some(_) => Request::post(question.path).header(CONTENT_TYPE, "application/json"),
+    }
+    .header(HOST, authority);
+    if let Some(key) = &question.at.api_key {
         request = request.header(AUTHORIZATION, format!("Bearer {key}"));
     }
-    let request = request.body(Empty::new()).map_err(|_| bad_url())?;
+    let body = Full::from(question.body.clone().unwrap_or_default());
+    let request = request.body(body).map_err(|_| bad_url())?;
     let tls = match secure {
-        true => Some(connector(question.authority)?),
+        true => Some(connector(question.at.ca_cert.as_deref())?),
         false => None,
     };
     let tcp = TcpStream::connect((host, port))
@@ -182,10 +219,21 @@ fn connector(authority: Option<&Path>) -> Result<TlsConnector, FetchError> {
     Ok(TlsConnector::from(Arc::new(config)))
 }
 
+#[derive(Deserialize)]
+struct Complaint {
+    error: ComplaintInner,
+}
+
+#[derive(Deserialize)]
+struct ComplaintInner {
+    message: String,
+    code: Option<String>,
+}
+
 /// Sends the request over a fresh connection and reads the whole answer.
 async fn exchange<S>(
     stream: S,
-    request: Request<Empty<Bytes>>,
+    request: Request<Full<Bytes>>,
     url: &str,
 ) -> Result<Bytes, FetchError>
 where
@@ -202,18 +250,24 @@ where
             .send_request(request)
             .await
             .map_err(|_| not_a_node())?;
-        match response.status() {
-            StatusCode::OK => {}
-            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
-                return Err(FetchError::Unauthorized {
-                    url: url.to_owned(),
-                });
-            }
-            _ => return Err(not_a_node()),
+        let status = response.status();
+        if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
+            return Err(FetchError::Unauthorized {
+                url: url.to_owned(),
+            });
         }
         let body = Limited::new(response.into_body(), MAX_ANSWER);
-        let whole = body.collect().await.map_err(|_| not_a_node())?;
-        Ok(whole.to_bytes())
+        let whole = body.collect().await.map_err(|_| not_a_node())?.to_bytes();
+        if status == StatusCode::OK {
+            return Ok(whole);
+        }
+        // Nodes say what is wrong in OpenAI's shape.
+        match serde_json::from_slice::<Complaint>(&whole) {
+            Ok(Complaint { error }) if error.code.is_some() => Err(FetchError::Refused {
+                message: error.message,
+            }),
+            Ok(_) | Err(_) => Err(not_a_node()),
+        }
     };
     tokio::pin!(answer);
     tokio::select! {

@@ -1,0 +1,68 @@
+//! The list of requests, and moving one by hand.
+
+use serde_json::json;
+
+use super::support::{HOST, MOVABLE, Server, THIS, get, post};
+use crate::api::ApiConfig;
+
+fn migrate(id: &str, to: &str) -> String {
+    let body = json!({ "to": to }).to_string();
+    post(&format!("/mesh/requests/{id}/migrate"), &body)
+}
+
+#[tokio::test]
+async fn the_list_says_what_runs_where() {
+    let server = Server::start(ApiConfig::default()).await;
+    assert_eq!(
+        server.ask(&get("/mesh/requests")).await.json(),
+        json!({"this": THIS.to_string(), "requests": [{
+            "id": MOVABLE.to_string(),
+            "home": THIS.to_string(),
+            "host": HOST.to_string(),
+            "epoch": 2,
+            "prompt_tokens": 12,
+            "output_tokens": 3,
+            "phase": null,
+            "kv_blocks": null,
+            "kv_tokens": null,
+        }]})
+    );
+}
+
+#[tokio::test]
+async fn a_move_by_hand_is_answered_with_its_figures_or_why_not() {
+    let server = Server::start(ApiConfig::default()).await;
+    let id = MOVABLE.to_string();
+    let moved = server.ask(&migrate(&id, &THIS.to_string())).await;
+    assert_eq!(moved.status, 200);
+    assert_eq!(moved.json()["pause_ms"], 1.5);
+    assert_eq!(moved.json()["stages"], 3);
+    let stays = server.ask(&migrate(&id, &HOST.to_string())).await;
+    assert_eq!(stays.status, 409);
+    assert_eq!(stays.json()["error"]["code"], "conflict");
+    let other = format!("{THIS}-00000000000000cd");
+    let unknown = server.ask(&migrate(&other, &HOST.to_string())).await;
+    assert_eq!(unknown.status, 404);
+    assert_eq!(unknown.json()["error"]["code"], "request_not_found");
+}
+
+#[tokio::test]
+async fn a_wish_that_cannot_be_read_is_told_what_is_wrong_with_it() {
+    let server = Server::start(ApiConfig::default()).await;
+    let id = MOVABLE.to_string();
+    let bad = server.ask(&migrate("x", &HOST.to_string())).await;
+    assert_eq!(
+        (bad.status, bad.json()["error"]["param"].clone()),
+        (400, json!("id"))
+    );
+    let bad = server.ask(&migrate(&id, "0OIl")).await;
+    assert_eq!(
+        (bad.status, bad.json()["error"]["param"].clone()),
+        (400, json!("to"))
+    );
+    let path = format!("/mesh/requests/{id}/migrate");
+    for body in ["", "{}", "{\"to\":1}", "{\"to\":\"x\",\"now\":true}"] {
+        assert_eq!(server.ask(&post(&path, body)).await.status, 400, "{body}");
+    }
+    assert_eq!(server.ask(&get(&path)).await.status, 405);
+}
