@@ -12,6 +12,8 @@ mod host_is_lost;
 mod leaving_in_order;
 mod llama_engine;
 mod llama_executor;
+mod llama_moving;
 mod overload_is_refused;
+mod requests_move;
 mod sim_engine;
 mod source_rules;
