@@ -66,6 +66,10 @@ class Nodes:
     def __init__(self, binary, model, model_id, folder):
         self.binary, self.model, self.model_id, self.folder = binary, model, model_id, folder
         self.nodes = []
+        # Outputs that do not depend on load: each sequence has its own part of the KV.
+        self.reproducible = True
+        # Flags that every node is started with, beyond what all checks need.
+        self.options = []
         self.key = folder / "cluster.key"
         subprocess.run([binary, "keygen", "--out", str(self.key)], check=True, stdout=subprocess.DEVNULL)
 
@@ -78,13 +82,15 @@ class Nodes:
     def start(self, name, seeds, ports=None):
         http, mesh = ports or free_ports(1)[0]
         folder = self.folder / name
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         node = Node(name, folder, http, mesh, seeds)
         self.nodes.append(node)
         self.restart(node)
         return node
 
-    def start_mesh(self, count):
+    def start_mesh(self, count, options=None):
+        if options is not None:
+            self.options = options
         ports = free_ports(count)
         seeds = [f"127.0.0.1:{mesh}" for _, mesh in ports]
         for number, pair in enumerate(ports, 1):
@@ -94,7 +100,8 @@ class Nodes:
         command = [
             self.binary, "node", "--data-dir", str(node.folder / "data"), "--http-port", str(node.http),
             "--mesh-port", str(node.mesh), "--cluster", "check", "--cluster-key-file", str(self.key),
-            "--model", self.model, "--model-id", self.model_id, "--reproducible", "--threads", "1",
+            "--model", self.model, "--model-id", self.model_id, "--threads", "1",
+            *(["--reproducible"] if self.reproducible else []), *self.options,
         ]
         if node.seeds:
             command += ["--seeds", ",".join(node.seeds)]
