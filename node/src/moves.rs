@@ -1,6 +1,6 @@
 //! Hand-over: this node's sessions as source and as target, and what they share.
 //!
-//! The cores of `shoal-migrate` decide; here their actions are performed: [`source`] and [`target`] hold one
+//! The cores of `shoal-migrate` decide; here their actions are performed: `source` and `target` hold one
 //! session each, this module finds the session that a message is for and bounds how many there are.
 //!
 //! ```text

@@ -8,9 +8,9 @@
 //!
 //! | what | bytes | why |
 //! |---|---|---|
-//! | a stream of KV | [`STREAM_WINDOW`] | 10 Gb/s × 3 ms, a busy local network |
-//! | a connection with KV | [`RECEIVE_WINDOW`] | the same for a short queue of parcels; 1 Gb/s × 64 ms |
-//! | a stream of replies | [`REPLY_WINDOW`] | a hundred of the longest |
+//! | a stream of KV | `STREAM_WINDOW` | 10 Gb/s × 3 ms, a busy local network |
+//! | a connection with KV | `RECEIVE_WINDOW` | the same for a short queue of parcels; 1 Gb/s × 64 ms |
+//! | a stream of replies | `REPLY_WINDOW` | a hundred of the longest |
 
 use async_trait::async_trait;
 use quinn::{Connection, TransportConfig, VarInt};
