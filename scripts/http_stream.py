@@ -85,8 +85,17 @@ class Stream:
 
     async def _read(self):
         reader, writer, status, headers = await _open(self.port, "POST", self.path, self.body)
-        if status != 200:
-            raise HttpError(status, (await _rest(reader, headers)).decode())
+        try:
+            if status != 200:
+                raise HttpError(status, (await _rest(reader, headers)).decode())
+            await self._follow(reader)
+        finally:
+            # A reader that is cancelled hangs up, which aborts the request.
+            writer.close()
+        if self.finish is None and self.failed is None:
+            self.failed = "the stream ended without an end"
+
+    async def _follow(self, reader):
         buffer = b""
         ended = False
         while not ended:
@@ -98,9 +107,6 @@ class Stream:
             for event in events:
                 if event.startswith(b"data: {"):
                     await self._take(json.loads(event[6:]))
-        writer.close()
-        if self.finish is None and self.failed is None:
-            self.failed = "the stream ended without an end"
 
     async def _take(self, chunk):
         if "error" in chunk:
