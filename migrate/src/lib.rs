@@ -31,11 +31,13 @@
 //!
 //! The home is the only arbiter of who owns a request. Doubt is resolved by asking it, never by guessing.
 
+mod buffers;
 mod error;
 pub mod session;
 pub mod transfer;
 mod types;
 
+pub use buffers::Buffers;
 pub use error::{MigrateError, Retry};
 pub use types::{
     ClaimAnswer, CopyManner, CopyMode, KvRange, MigrationId, MoveReason, MoveRefusal, Proposal,

@@ -179,13 +179,13 @@ fn timed<T>(clock: &dyn Clock, act: impl FnOnce() -> T) -> (T, Duration) {
 }
 
 /// Prints how long each part of an export and an import takes; those of the executor hold the engine thread.
-/// Run it alone: `cargo nextest run --run-ignored only -E 'test(how_long_an_act)' --no-capture`.
+/// Run it alone: `cargo test --workspace --test scenarios how_long_an_act -- --ignored --nocapture`.
 #[test]
 #[ignore = "a measurement of minutes, on the real model"]
 fn how_long_an_act_on_kv_holds_the_engine_thread() {
     let path = real_model().expect("the model is fetched");
     let clock = MonotonicClock::start();
-    println!("layout tokens stage bytes | export cut check | join import step (ms)");
+    println!("layout tokens stage bytes | export cut again check | join again import step (ms)");
     for reproducible in [true, false] {
         let mut parts = two_slots(path.clone(), 8192, reproducible);
         let form = parts.executor.kv_form().expect("moves KV");
@@ -201,18 +201,23 @@ fn how_long_an_act_on_kv_holds_the_engine_thread() {
             let last = stages.last().expect("at least one").range;
             let (raw, export) = timed(&clock, || parts.executor.export(Slot(0), last));
             let raw = raw.expect("exported");
-            let (bytes, cut) = timed(&clock, || form.cut(raw, last).expect("cut"));
+            // In fresh memory, and in what that gave back.
+            let (fresh, cut) = timed(&clock, || form.cut(raw.clone(), last).expect("cut"));
+            drop(fresh);
+            let (bytes, cut_again) = timed(&clock, || form.cut(raw, last).expect("cut"));
             let size = bytes.len();
             let kv = ExportedKv { range: last, bytes };
             let (_, check) = timed(&clock, || form.check(&kv));
-            let (mut join, import) = match form.takes() {
+            let ((join, join_again), import) = match form.takes() {
                 KvImport::Whole => {
-                    let (whole, join) = timed(&clock, || form.join(Slot(1), &stages));
+                    let (fresh, join) = timed(&clock, || form.join(Slot(1), &stages));
+                    drop(fresh);
+                    let (whole, again) = timed(&clock, || form.join(Slot(1), &stages));
                     let whole = whole.expect("joined");
                     let all = range(0, tokens as u32);
                     let imported = timed(&clock, || parts.executor.import(Slot(1), all, &whole));
                     imported.0.expect("imported");
-                    (join, imported.1)
+                    ((join, again), imported.1)
                 }
                 KvImport::Stages => {
                     let mut longest = Duration::ZERO;
@@ -223,7 +228,7 @@ fn how_long_an_act_on_kv_holds_the_engine_thread() {
                         imported.expect("imported");
                         longest = longest.max(took);
                     }
-                    (Duration::ZERO, longest)
+                    ((Duration::ZERO, Duration::ZERO), longest)
                 }
             };
             let (_, step) = timed(&clock, || {
@@ -232,7 +237,7 @@ fn how_long_an_act_on_kv_holds_the_engine_thread() {
             computed += 1;
             let ms = |time: Duration| time.as_secs_f64() * 1000.0;
             println!(
-                "{} {tokens} {} {size} | {:.2} {:.2} {:.2} | {:.2} {:.2} {:.2}",
+                "{} {tokens} {} {size} | {:.2} {:.2} {:.2} {:.2} | {:.2} {:.2} {:.2} {:.2}",
                 if reproducible {
                     "split q8_0"
                 } else {
@@ -241,8 +246,10 @@ fn how_long_an_act_on_kv_holds_the_engine_thread() {
                 last.tokens().0,
                 ms(export),
                 ms(cut),
+                ms(cut_again),
                 ms(check),
-                ms(std::mem::take(&mut join)),
+                ms(join),
+                ms(join_again),
                 ms(import),
                 ms(step),
             );

@@ -23,8 +23,8 @@ use crc32fast::Hasher;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::KvRange;
 use crate::transfer::{MAX_HEAD_BYTES, Parcel, ParcelHeader, ParcelKind, Rejection};
+use crate::{Buffers, KvRange};
 
 /// Version of everything here.
 pub const VERSION: u8 = 1;
@@ -379,19 +379,21 @@ pub struct Sections {
     pub head: SectionReader,
     /// The body's, in order.
     pub parts: Vec<SectionReader>,
+    /// Where the body's memory goes back to.
+    buffers: Buffers,
 }
 
 impl Sections {
-    /// Takes address space for a parcel, in two pieces. Check its opening first, and have room for
+    /// Takes memory for a parcel, the body's from `buffers`. Check its opening first, and have room for
     /// [`ParcelHeader::bytes`].
     ///
     /// # Errors
     /// [`WireError::TooLong`] on machines whose memory such a parcel exceeds.
-    pub fn new(opening: &Opening) -> Result<Self, WireError> {
+    pub fn new(opening: &Opening, buffers: &Buffers) -> Result<Self, WireError> {
         let size = |bytes: u64| usize::try_from(bytes).map_err(|_| WireError::TooLong(bytes));
         let header = &opening.header;
         let head = size(header.head_bytes.into())?;
-        let mut space = BytesMut::with_capacity(size(header.body_bytes)?);
+        let mut space = buffers.take(size(header.body_bytes)?);
         let mut parts = Vec::new();
         for part in 0..opening.parts {
             let range = part_range(header.body_bytes, opening.parts, part);
@@ -407,6 +409,7 @@ impl Sections {
         Ok(Self {
             head: SectionReader::new(Section::Head, BytesMut::with_capacity(head), head),
             parts,
+            buffers: buffers.clone(),
         })
     }
 
@@ -415,7 +418,11 @@ impl Sections {
     /// # Errors
     /// [`WireError::Length`] when something is missing.
     pub fn finish(self, header: ParcelHeader) -> Result<Parcel, WireError> {
-        let Self { head, parts } = self;
+        let Self {
+            head,
+            parts,
+            buffers,
+        } = self;
         if !head.is_whole() || !parts.iter().all(SectionReader::is_whole) {
             return Err(WireError::Length("shorter"));
         }
@@ -426,7 +433,7 @@ impl Sections {
         Ok(Parcel {
             header,
             head: head.bytes.freeze(),
-            body: body.freeze(),
+            body: buffers.lend(body),
         })
     }
 }

@@ -14,6 +14,7 @@ use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 use tracing::debug;
 
+use crate::Buffers;
 use crate::transfer::quic::{MessageError, QuicLimits, read_message};
 use crate::transfer::wire::{
     MAX_PARTS, Opening, PartOpening, Reply, SectionReader, Sections, WireError, encode,
@@ -33,6 +34,7 @@ pub struct QuicReceiver {
     pub(super) limits: QuicLimits,
     /// What is left of [`QuicLimits::receive_bytes`], in units of [`ROOM_UNIT`].
     pub(super) room: Arc<Semaphore>,
+    buffers: Buffers,
     tasks: TaskTracker,
 }
 
@@ -44,6 +46,7 @@ impl QuicReceiver {
             receiver,
             limits,
             room: Arc::new(Semaphore::new(room.min(Semaphore::MAX_PERMITS))),
+            buffers: Buffers::default(),
             tasks,
         })
     }
@@ -193,7 +196,8 @@ impl Peer {
         if opening.parts > 1 {
             reply(replies, &Reply::Admitted).await?;
         }
-        let sections = read_sections(&opening, stream, others, patience).await?;
+        let destination = (&opening, &self.shared.buffers);
+        let sections = read_sections(destination, stream, others, patience).await?;
         Ok((sections.finish(opening.header)?, room))
     }
 
@@ -254,19 +258,20 @@ async fn within<T>(patience: Duration, wait: impl Future<Output = T>) -> Result<
 
 /// Reads all sections. Parts other than the first are read by tasks of their own, which end with this.
 async fn read_sections(
-    opening: &Opening,
+    (opening, buffers): (&Opening, &Buffers),
     stream: RecvStream,
     mut others: mpsc::Receiver<(u32, RecvStream)>,
     patience: Duration,
 ) -> Result<Sections, Failure> {
-    let Sections { mut head, parts } = Sections::new(opening)?;
+    let mut sections = Sections::new(opening, buffers)?;
+    let (head, parts) = (&mut sections.head, std::mem::take(&mut sections.parts));
     let mut places: Vec<Option<SectionReader>> = parts.into_iter().map(Some).collect();
     let mut done: Vec<Option<SectionReader>> = places.iter().map(|_| None).collect();
     let mut readers = JoinSet::new();
     let first = places.first_mut().and_then(Option::take);
     let reading_first = async {
         let mut inflow = Inflow::new(stream, patience);
-        inflow.fill(&mut head).await?;
+        inflow.fill(head).await?;
         let mut first = first.ok_or(WireError::Length("shorter"))?;
         inflow.fill(&mut first).await?;
         inflow.end().await?;
@@ -299,8 +304,8 @@ async fn read_sections(
     };
     let (first, ()) = tokio::try_join!(reading_first, reading_others)?;
     let others = done.into_iter().skip(1).flatten();
-    let parts = std::iter::once(first).chain(others).collect();
-    Ok(Sections { head, parts })
+    sections.parts = std::iter::once(first).chain(others).collect();
+    Ok(sections)
 }
 
 async fn read_part(

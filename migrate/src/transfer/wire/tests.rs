@@ -81,7 +81,7 @@ proptest! {
         let opening = opening(head, body, parts);
         opening.check(u64::MAX).expect("it is in order");
         let (head, body) = (random(head, seed), random(body, !seed));
-        let mut sections = Sections::new(&opening).expect("it fits");
+        let mut sections = Sections::new(&opening, &Buffers::default()).expect("it fits");
         let place = body.as_ptr();
         let mut end = 0;
         for (number, reader) in (0..).zip(&mut sections.parts) {
@@ -112,7 +112,7 @@ proptest! {
     ) {
         let mut bytes = written(Section::Part(0), &random(length, seed));
         *at.get_mut(&mut bytes) ^= flip;
-        let mut sections = Sections::new(&opening(0, length, 1)).expect("it fits");
+        let mut sections = Sections::new(&opening(0, length, 1), &Buffers::default()).expect("it fits");
         prop_assert_eq!(feed(&mut sections.parts[0], &bytes, 1_400), Err(WireError::Damaged));
     }
 
@@ -130,7 +130,7 @@ proptest! {
     #[test]
     fn junk_is_an_error(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
         prop_assert!(read(&bytes).is_err());
-        let mut sections = Sections::new(&opening(10, 10, 1)).expect("it fits");
+        let mut sections = Sections::new(&opening(10, 10, 1), &Buffers::default()).expect("it fits");
         prop_assert!(sections.head.feed(&bytes).is_err() || bytes.len() < 14);
     }
 
@@ -157,13 +157,15 @@ fn chunks_that_change_places_are_caught() {
     let mut bytes = written(Section::Part(0), &body);
     let (one, two) = bytes.split_at_mut(CHUNK_BYTES + SUM_BYTES);
     one.swap_with_slice(two);
-    let mut sections = Sections::new(&opening(0, body.len(), 1)).expect("it fits");
+    let mut sections =
+        Sections::new(&opening(0, body.len(), 1), &Buffers::default()).expect("it fits");
     assert_eq!(
         feed(&mut sections.parts[0], &bytes, 1_000),
         Err(WireError::Damaged)
     );
     let elsewhere = written(Section::Part(1), &body);
-    let mut sections = Sections::new(&opening(0, body.len(), 1)).expect("it fits");
+    let mut sections =
+        Sections::new(&opening(0, body.len(), 1), &Buffers::default()).expect("it fits");
     assert_eq!(
         feed(&mut sections.parts[0], &elsewhere, 1_000),
         Err(WireError::Damaged)
@@ -173,7 +175,8 @@ fn chunks_that_change_places_are_caught() {
 #[test]
 fn the_parts_of_a_body_are_put_together_without_a_copy() {
     let body = random(5 * CHUNK_BYTES + 3, 1);
-    let mut sections = Sections::new(&opening(0, body.len(), 3)).expect("it fits");
+    let mut sections =
+        Sections::new(&opening(0, body.len(), 3), &Buffers::default()).expect("it fits");
     let place = sections.parts[0].bytes.as_ptr();
     for (number, reader) in (0..).zip(&mut sections.parts) {
         let range = part_range(body.len() as u64, 3, number);
@@ -193,7 +196,8 @@ fn the_parts_of_a_body_are_put_together_without_a_copy() {
 fn a_parcel_with_something_missing_is_not_finished() {
     let body = random(100, 1);
     let bytes = written(Section::Part(0), &body);
-    let mut sections = Sections::new(&opening(0, body.len(), 1)).expect("it fits");
+    let mut sections =
+        Sections::new(&opening(0, body.len(), 1), &Buffers::default()).expect("it fits");
     // All the bytes, but not all of their sum.
     feed(&mut sections.parts[0], &bytes[..bytes.len() - 1], 9_000).expect("it is sound");
     let unfinished = sections.finish(header(ParcelKind::Opening, 0, body.len()));

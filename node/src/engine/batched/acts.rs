@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use bytes::Bytes;
 use shoal_gossip::{Timestamp, Tokens};
 use shoal_migrate::KvRange;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
@@ -54,7 +55,7 @@ pub(super) enum Act {
     Complete {
         state: LastState,
         /// All stages joined, for an executor that takes them so.
-        whole: Option<Vec<u8>>,
+        whole: Option<Bytes>,
         answer: Answer<()>,
     },
 }
@@ -228,7 +229,7 @@ fn complete<X: Executor>(
     executor: &mut X,
     job: Ownership,
     state: LastState,
-    whole: Option<Vec<u8>>,
+    whole: Option<Bytes>,
 ) -> Result<(), MoveError> {
     let mut jobs = shared.lock();
     let completion = jobs.completion(job, state, &*shared.text)?;

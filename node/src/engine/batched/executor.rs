@@ -158,7 +158,7 @@ pub trait KvForm: Send + Sync + fmt::Debug + 'static {
     ///
     /// # Errors
     /// They do not fit together.
-    fn join(&self, slot: Slot, stages: &[ExportedKv]) -> Result<Vec<u8>, String>;
+    fn join(&self, slot: Slot, stages: &[ExportedKv]) -> Result<Bytes, String>;
 }
 
 /// The vocabulary: text to ids and back. Shared by all threads.

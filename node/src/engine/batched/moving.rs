@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use bytes::Bytes;
 use shoal_gossip::{Epoch, RequestId, Tokens};
 use shoal_migrate::CopyMode;
 use tokio::sync::{mpsc, oneshot};
@@ -55,7 +56,7 @@ impl BatchedEngine {
     }
 
     /// Brings the stages that were kept into one import.
-    async fn join_stages(&self, job: Ownership) -> Result<Option<Vec<u8>>, MoveError> {
+    async fn join_stages(&self, job: Ownership) -> Result<Option<Bytes>, MoveError> {
         let Some((slot, stages)) = self.shared.lock().kept_stages(job)? else {
             return Ok(None);
         };

@@ -105,7 +105,7 @@ impl KvForm for SimKv {
         Ok(())
     }
 
-    fn join(&self, _: Slot, stages: &[ExportedKv]) -> Result<Vec<u8>, String> {
+    fn join(&self, _: Slot, stages: &[ExportedKv]) -> Result<Bytes, String> {
         Ok(stages
             .iter()
             .flat_map(|stage| stage.bytes.iter().copied())

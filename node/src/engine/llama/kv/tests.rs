@@ -28,17 +28,20 @@ fn row(layer: usize, position: u32, width: u64) -> Vec<u8> {
         .collect()
 }
 
+fn buffers() -> Buffers {
+    Buffers::default()
+}
+
 /// The state of a sequence of `tokens`, whose cells are in the order of `order`.
 fn state(shape: &KvShape, sequence: u32, order: &[u32]) -> Vec<u8> {
     let all = range(0, order.len() as u32);
-    let mut state = shape.write((sequence, shape.streams), all, |layer, out| {
+    let put = |layer: usize, out: &mut BytesMut| {
         let width = shape.rows[layer].width;
-        out.extend(
-            order
-                .iter()
-                .flat_map(|position| row(layer, *position, width)),
-        );
-    });
+        let rows = order.iter().flat_map(|at| row(layer, *at, width));
+        out.extend(rows);
+    };
+    let state = shape.write((sequence, shape.streams), all, put, &buffers());
+    let mut state = state.to_vec();
     let skipped = if shape.streams > 1 {
         sequence as usize
     } else {
@@ -53,7 +56,7 @@ fn state(shape: &KvShape, sequence: u32, order: &[u32]) -> Vec<u8> {
 }
 
 fn stage(shape: &KvShape, state: &[u8], range: KvRange) -> ExportedKv {
-    let bytes = Bytes::from(shape.cut(state, range).expect("cut"));
+    let bytes = shape.cut(state, range, &buffers()).expect("cut");
     ExportedKv { range, bytes }
 }
 
@@ -87,7 +90,7 @@ proptest! {
             prop_assert_eq!(stage.bytes.len() as u64, target.size(stage.range.tokens().0, 1));
         }
         let ascending: Vec<u32> = (0..tokens).collect();
-        prop_assert_eq!(target.join(to, &stages), Ok(state(&target, to, &ascending)));
+        prop_assert_eq!(target.join(to, &stages, &buffers()), Ok(state(&target, to, &ascending).into()));
     }
 
     #[test]
@@ -119,12 +122,12 @@ proptest! {
         let junk_range = range(start.min(u32::MAX - 50), start.min(u32::MAX - 50) + tokens);
         let shape = shape(4);
         prop_assert!(shape.check(&junk, junk_range).is_err());
-        prop_assert!(shape.cut(&junk, junk_range).is_err());
+        prop_assert!(shape.cut(&junk, junk_range, &buffers()).is_err());
         prop_assert!(KvShape::learn(&junk).is_err());
         let mut real_head = MAGIC.to_le_bytes().to_vec();
         real_head.extend(junk);
         prop_assert!(shape.check(&real_head, junk_range).is_err());
-        prop_assert!(shape.cut(&real_head, junk_range).is_err());
+        prop_assert!(shape.cut(&real_head, junk_range, &buffers()).is_err());
     }
 }
 
@@ -181,22 +184,25 @@ fn only_kv_of_the_same_shape_and_range_gets_in() {
         assert!(own.check(&kv.bytes, kv.range).is_err(), "{foreign:?}");
     }
     assert!(
-        own.cut(&taken, range(1, 6)).is_err(),
+        own.cut(&taken, range(1, 6), &buffers()).is_err(),
         "beyond what is there"
     );
     assert!(
-        own.cut(&state(&own, 2, &[0, 1, 1]), range(0, 2)).is_err(),
+        own.cut(&state(&own, 2, &[0, 1, 1]), range(0, 2), &buffers())
+            .is_err(),
         "twice"
     );
-    assert!(own.join(0, &[]).is_err());
+    assert!(own.join(0, &[], &buffers()).is_err());
     assert!(
-        own.join(0, std::slice::from_ref(&good)).is_err(),
+        own.join(0, std::slice::from_ref(&good), &buffers())
+            .is_err(),
         "not from zero"
     );
     let first = stage(&own, &taken, range(0, 1));
     assert!(
-        own.join(0, &[first.clone(), first.clone()]).is_err(),
+        own.join(0, &[first.clone(), first.clone()], &buffers())
+            .is_err(),
         "not in order"
     );
-    assert!(own.join(0, &[first, good]).is_ok());
+    assert!(own.join(0, &[first, good], &buffers()).is_ok());
 }
