@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,6 +21,8 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
+
+use crate::cli::output::{fail, print};
 
 /// Longest answer that is read: some 4,000 nodes (the bound of a mesh) of 2 KiB each.
 const MAX_ANSWER: usize = 8 * 1024 * 1024;
@@ -126,6 +129,21 @@ pub(super) enum FetchError {
         /// Where.
         url: String,
     },
+}
+
+/// Runs a command that asks a node something, and prints its text.
+pub(super) fn run(command: impl Future<Output = Result<String, FetchError>>) -> ExitCode {
+    let runtime = match tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+    {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(format_args!("cannot start: {error}")),
+    };
+    match runtime.block_on(command) {
+        Ok(text) => print(&text),
+        Err(error) => fail(error),
+    }
 }
 
 /// Asks and returns the body of a good answer.

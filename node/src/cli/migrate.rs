@@ -9,7 +9,6 @@ use serde_json::json;
 use shoal_gossip::{NodeId, RequestId};
 
 use crate::cli::fetch::{self, FetchError, NodeArgs, Question};
-use crate::cli::output::{fail, print};
 
 /// Flags of `shoal migrate`.
 #[derive(Debug, Args)]
@@ -37,17 +36,7 @@ pub(super) struct MigrateArgs {
 
 /// Runs `shoal migrate`.
 pub(super) fn run(args: &MigrateArgs) -> ExitCode {
-    let runtime = match tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-    {
-        Ok(runtime) => runtime,
-        Err(error) => return fail(format_args!("cannot start: {error}")),
-    };
-    match runtime.block_on(ask(args)) {
-        Ok(text) => print(&text),
-        Err(error) => fail(error),
-    }
+    fetch::run(ask(args))
 }
 
 /// What a node tells of a move.

@@ -8,7 +8,6 @@ use std::time::Duration;
 use clap::Args;
 
 use crate::cli::fetch::{self, FetchError, NodeArgs, Question};
-use crate::cli::output::{fail, print};
 
 /// Flags of `shoal status`.
 #[derive(Debug, Args)]
@@ -28,17 +27,7 @@ pub(super) struct StatusArgs {
 
 /// Runs `shoal status`.
 pub(super) fn run(args: &StatusArgs) -> ExitCode {
-    let runtime = match tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-    {
-        Ok(runtime) => runtime,
-        Err(error) => return fail(format_args!("cannot start: {error}")),
-    };
-    match runtime.block_on(report(args)) {
-        Ok(text) => print(&text),
-        Err(error) => fail(error),
-    }
+    fetch::run(report(args))
 }
 
 async fn report(args: &StatusArgs) -> Result<String, FetchError> {
