@@ -113,7 +113,7 @@ impl Request {
         Need {
             model: self.model.clone(),
             prompt: self.prompt,
-            generated: Tokens(u32::try_from(self.ledger.received().len()).unwrap_or(u32::MAX)),
+            generated: Tokens(self.ledger.count()),
             excluded,
         }
     }

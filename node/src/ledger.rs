@@ -72,7 +72,8 @@ impl Ledger {
         self.arbiter.claim(by, claim, received)
     }
 
-    fn count(&self) -> u32 {
+    /// How many output tokens were received.
+    pub fn count(&self) -> u32 {
         u32::try_from(self.received.len()).unwrap_or(u32::MAX)
     }
 

@@ -14,10 +14,10 @@ use tracing::{debug, info};
 use crate::engine::EngineError;
 use crate::frontend::{HomeError, HomeEvent};
 use crate::home::desk::{ClaimAsk, Seat, Whereabouts};
-use crate::home::place::Placed;
+use crate::home::place::{Opened, Placed};
 use crate::home::{Home, Request};
 use crate::ledger::Verdict;
-use crate::mesh::messages::{Ask, Attach, FrameBody, MAX_EXCLUDED};
+use crate::mesh::messages::{Ask, Attach, MAX_EXCLUDED};
 
 /// Why following stopped.
 enum End {
@@ -152,9 +152,8 @@ impl Follower {
     fn act_on(&self, verdict: Verdict) -> Result<Option<Pending>, End> {
         let (event, last) = match verdict {
             Verdict::Deliver(batch) => {
-                let received = u32::try_from(self.request.ledger.received().len());
-                self.seat
-                    .note(|at| at.output = Tokens(received.unwrap_or(u32::MAX)));
+                let received = Tokens(self.request.ledger.count());
+                self.seat.note(|at| at.output = received);
                 (HomeEvent::Tokens(batch), false)
             }
             Verdict::Finish(finish) => (HomeEvent::Finished(finish), true),
@@ -212,39 +211,20 @@ impl Follower {
         let attach = Attach {
             request: self.request.id,
             epoch: self.request.ledger.epoch(),
-            from: u32::try_from(self.request.ledger.received().len()).unwrap_or(u32::MAX),
+            from: self.request.ledger.count(),
         };
-        let links = Arc::clone(&self.home.links);
-        let opened = async {
-            let mut frames = links.open(to, attach.into()).await?;
-            let first = frames.next().await.transpose()?;
-            Ok::<_, crate::mesh::StreamError>((frames, first))
-        };
-        let patience = self.home.settings.start_deadline;
         let opened = tokio::select! {
             biased;
             () = self.events.closed() => return End::Over,
-            opened = timeout(patience, opened) => opened,
+            opened = self.home.open(to, attach.into()) => opened,
         };
         let why = match opened {
-            Ok(Ok((frames, Some(first)))) => match first.body {
-                FrameBody::Started { prompt_tokens, .. } => {
-                    self.home.metrics.attached();
-                    self.placed = Placed {
-                        host: to,
-                        prompt_tokens,
-                        frames,
-                    };
-                    return End::Moved(to);
-                }
-                FrameBody::Failed(error) => error.to_string(),
-                FrameBody::Tokens(_) | FrameBody::Finished(_) => {
-                    "the stream did not begin with a start".into()
-                }
-            },
-            Ok(Ok((_, None))) => "the stream ended at once".into(),
-            Ok(Err(error)) => error.to_string(),
-            Err(_) => "no first frame in time".into(),
+            Ok(Opened { placed, .. }) => {
+                self.home.metrics.attached();
+                self.placed = placed;
+                return End::Moved(to);
+            }
+            Err(error) => error.to_string(),
         };
         // Whoever runs it now, it is not the former host.
         self.placed.host = to;
@@ -257,7 +237,7 @@ impl Follower {
         let old = (self.placed.host, self.request.ledger.epoch());
         self.lost.insert(self.placed.host);
         info!(request = %self.request.id, host = %self.placed.host,
-            tokens = self.request.ledger.received().len(), why, replays = self.replays,
+            tokens = self.request.ledger.count(), why, replays = self.replays,
             "host lost; placing the request again");
         if self.replays > self.home.settings.max_replays || self.lost.len() > MAX_EXCLUDED {
             self.fail(HomeError::Lost(why)).await;

@@ -9,10 +9,11 @@ use tracing::debug;
 
 use crate::dispatch::{Choice, GiveUp, Need, Outcome, Placement, Reason, Step, World};
 use crate::engine::EngineError;
+use crate::engine::work::Prepared;
 use crate::frontend::HomeError;
 use crate::home::{Home, Request};
 use crate::knowledge::Knowledge;
-use crate::mesh::messages::{Ask, FrameBody, Offer, Submit};
+use crate::mesh::messages::{Ask, FrameBody, Offer, Open, Submit};
 use crate::mesh::{FrameReceiver, StreamError};
 
 /// A request that a host has taken.
@@ -21,6 +22,29 @@ pub(super) struct Placed {
     pub(super) host: NodeId,
     pub(super) prompt_tokens: u32,
     pub(super) frames: FrameReceiver,
+}
+
+/// How a host's stream began.
+#[derive(Debug)]
+pub(super) struct Opened {
+    pub(super) placed: Placed,
+    /// What the host made of the text, when the home did not send it.
+    prepared: Option<Prepared>,
+}
+
+/// Why a host's stream did not begin.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum OpenError {
+    #[error(transparent)]
+    Stream(#[from] StreamError),
+    #[error("the stream ended at once")]
+    Ended,
+    #[error("no first frame in time")]
+    Late,
+    #[error("the stream did not begin with a start")]
+    NoStart,
+    #[error(transparent)]
+    Refused(EngineError),
 }
 
 /// A placement whose pending charge is taken back however its future ends.
@@ -143,39 +167,44 @@ impl Home {
             prepared: request.prepared.clone(),
             generated: request.ledger.received().to_vec(),
         };
-        let elsewhere = |reason: String| {
-            debug!(request = %request.id, node = %to, reason, "submission failed");
-            SubmitFailure::Elsewhere { full: false }
-        };
-        let first = async {
-            let mut frames = self.links.open(to, submit.into()).await?;
+        match self.open(to, submit.into()).await {
+            Ok(Opened { placed, prepared }) => {
+                if request.prepared.is_none() {
+                    request.prepared = prepared;
+                }
+                Ok(placed)
+            }
+            Err(OpenError::Refused(error)) => Err(after_failure(error)),
+            Err(error) => {
+                debug!(request = %request.id, node = %to, %error, "submission failed");
+                Err(SubmitFailure::Elsewhere { full: false })
+            }
+        }
+    }
+
+    /// Opens the stream of a request at its host, and waits for its start.
+    pub(super) async fn open(&self, to: NodeId, opening: Open) -> Result<Opened, OpenError> {
+        let start = async {
+            let mut frames = self.links.open(to, opening).await?;
             let first = frames.next().await.transpose()?;
-            Ok::<_, StreamError>((frames, first))
+            Ok((frames, first.ok_or(OpenError::Ended)?.body))
         };
-        let (frames, first) = match timeout(self.settings.start_deadline, first).await {
-            Ok(Ok((frames, Some(first)))) => (frames, first.body),
-            Ok(Ok((_, None))) => return Err(elsewhere("the stream ended at once".into())),
-            Ok(Err(error)) => return Err(elsewhere(error.to_string())),
-            Err(_) => return Err(elsewhere("no first frame in time".into())),
-        };
+        let started = timeout(self.settings.start_deadline, start).await;
+        let (frames, first) = started.unwrap_or(Err(OpenError::Late))?;
         match first {
             FrameBody::Started {
                 prepared,
                 prompt_tokens,
-            } => {
-                if request.prepared.is_none() {
-                    request.prepared = prepared;
-                }
-                Ok(Placed {
+            } => Ok(Opened {
+                placed: Placed {
                     host: to,
                     prompt_tokens,
                     frames,
-                })
-            }
-            FrameBody::Failed(error) => Err(after_failure(error)),
-            FrameBody::Tokens(_) | FrameBody::Finished(_) => {
-                Err(elsewhere("the stream did not begin with a start".into()))
-            }
+                },
+                prepared,
+            }),
+            FrameBody::Failed(error) => Err(OpenError::Refused(error)),
+            FrameBody::Tokens(_) | FrameBody::Finished(_) => Err(OpenError::NoStart),
         }
     }
 
