@@ -129,6 +129,28 @@ struct Arriving {
     inputs: mpsc::Sender<TargetEvent>,
 }
 
+impl Sessions {
+    /// The session that takes in what `from` hands over with this move.
+    fn arriving_by(&self, migration: MigrationId, from: NodeId) -> Option<&Arriving> {
+        let session = self.arriving.get(&migration.request);
+        session.filter(|it| it.migration == migration && it.source == from)
+    }
+}
+
+impl Leaving {
+    /// Passes an input on. A session whose inbox is full, or that has ended, does without.
+    fn tell(&self, input: SourceInput) {
+        drop(self.inputs.try_send(input));
+    }
+}
+
+impl Arriving {
+    /// Passes an input on. A session whose inbox is full, or that has ended, does without.
+    fn tell(&self, input: TargetInput) {
+        drop(self.inputs.try_send(TargetEvent::Input(input)));
+    }
+}
+
 impl Moves {
     /// Hand-overs of a node.
     pub fn new(parts: MoveParts, settings: MoveSettings) -> Self {
@@ -259,30 +281,19 @@ impl Moves {
         if migration.target == from {
             self.tell_source(migration, SourceInput::Cancelled { reason });
         } else {
-            let inputs = {
-                let sessions = self.lock();
-                sessions
-                    .arriving
-                    .get(&migration.request)
-                    .filter(|it| it.migration == migration && it.source == from)
-                    .map(|it| it.inputs.clone())
-            };
-            if let Some(inputs) = inputs {
-                // A session with a full inbox has its lease, and asks the home.
-                drop(inputs.try_send(TargetEvent::Input(TargetInput::Cancelled)));
+            // A session with a full inbox has its lease, and asks the home.
+            if let Some(session) = self.lock().arriving_by(migration, from) {
+                session.tell(TargetInput::Cancelled);
             }
         }
     }
 
     fn tell_source(&self, migration: MigrationId, input: SourceInput) {
         let sessions = self.lock();
-        let session = sessions
-            .leaving
-            .get(&migration.request)
-            .filter(|it| it.migration == migration);
-        if let Some(session) = session {
+        let session = sessions.leaving.get(&migration.request);
+        if let Some(session) = session.filter(|it| it.migration == migration) {
             // A session with a full inbox has its deadline, and asks the home.
-            drop(session.inputs.try_send(input));
+            session.tell(input);
         }
     }
 
@@ -309,28 +320,18 @@ impl Moves {
     /// Gives the home of a request the events of the ownership that it granted to this node. Waits for them a
     /// little: the home's stream may be quicker than its answer.
     pub async fn attach(&self, request: RequestId, epoch: Epoch, from: u32) -> Option<HandedOut> {
-        let inputs = {
+        let granted = |migration: MigrationId| migration.epoch.next() == epoch;
+        {
             let sessions = self.lock();
-            sessions
-                .arriving
-                .get(&request)
-                .filter(|it| it.migration.epoch.next() == epoch)
-                .map(|it| it.inputs.clone())
-        };
-        if let Some(inputs) = inputs {
             // A session that has ended has put its events out already.
-            drop(inputs.try_send(TargetEvent::Input(TargetInput::Attached { from })));
-        }
-        let inputs = {
-            let sessions = self.lock();
-            sessions
-                .leaving
-                .get(&request)
-                .filter(|it| it.migration.epoch.next() == epoch)
-                .map(|it| it.inputs.clone())
-        };
-        if let Some(inputs) = inputs {
-            drop(inputs.try_send(SourceInput::Attached { from }));
+            let arriving = sessions.arriving.get(&request);
+            if let Some(session) = arriving.filter(|it| granted(it.migration)) {
+                session.tell(TargetInput::Attached { from });
+            }
+            let leaving = sessions.leaving.get(&request);
+            if let Some(session) = leaving.filter(|it| granted(it.migration)) {
+                session.tell(SourceInput::Attached { from });
+            }
         }
         let patience = self.settings.limits.grace;
         self.handout.take((request, epoch), patience).await
@@ -340,14 +341,10 @@ impl Moves {
     pub fn stop(&self) {
         let sessions = self.lock();
         for session in sessions.leaving.values() {
-            drop(session.inputs.try_send(SourceInput::Stop));
+            session.tell(SourceInput::Stop);
         }
         for session in sessions.arriving.values() {
-            drop(
-                session
-                    .inputs
-                    .try_send(TargetEvent::Input(TargetInput::Stop)),
-            );
+            session.tell(TargetInput::Stop);
         }
     }
 

@@ -135,14 +135,9 @@ impl Moves {
 #[async_trait]
 impl KvReceiver for Moves {
     fn admit(&self, from: NodeId, header: &ParcelHeader) -> Result<(), Rejection> {
-        let known = self
-            .lock()
-            .arriving
-            .get(&header.migration.request)
-            .is_some_and(|it| it.migration == header.migration && it.source == from);
-        if !known {
-            return Err(Rejection::Unknown);
-        }
+        self.lock()
+            .arriving_by(header.migration, from)
+            .ok_or(Rejection::Unknown)?;
         let tokens = match header.kind {
             ParcelKind::Opening | ParcelKind::Last(None) => Tokens::ZERO,
             ParcelKind::Stage(range) | ParcelKind::Last(Some(range)) => range.tokens(),
@@ -160,14 +155,11 @@ impl KvReceiver for Moves {
     }
 
     async fn deliver(&self, from: NodeId, parcel: Parcel) -> Result<(), Rejection> {
-        let migration = parcel.header.migration;
         let inputs = self
             .lock()
-            .arriving
-            .get(&migration.request)
-            .filter(|it| it.migration == migration && it.source == from)
-            .map(|it| it.inputs.clone());
-        let inputs = inputs.ok_or(Rejection::Unknown)?;
+            .arriving_by(parcel.header.migration, from)
+            .map(|it| it.inputs.clone())
+            .ok_or(Rejection::Unknown)?;
         let (reply, taken) = oneshot::channel();
         inputs
             .send(TargetEvent::Parcel(parcel, reply))

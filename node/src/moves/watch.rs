@@ -41,8 +41,7 @@ pub async fn keep_rescheduling(
 /// One look: what should leave, if anything.
 fn look(moves: &Moves, core: &mut Rescheduler, max_view_age: Duration) -> Option<Decision> {
     let load = moves.loads.summary();
-    let (leaving, arriving) = moves.under_way();
-    moves.metrics.moves_under_way(leaving, arriving);
+    let (leaving, _) = moves.under_way();
     if moves.ways.get().is_none() || !core.is_short(&load, leaving) {
         return None;
     }

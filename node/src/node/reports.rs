@@ -14,6 +14,7 @@ use crate::knowledge::Knowledge;
 use crate::load::LoadSource;
 use crate::mesh::control::ControlNode;
 use crate::metrics::Metrics;
+use crate::moves::Moves;
 
 /// Time between two folds of the metrics' observations into their buckets.
 const METRICS_UPKEEP: Duration = Duration::from_secs(5);
@@ -22,11 +23,11 @@ const METRICS_UPKEEP: Duration = Duration::from_secs(5);
 const ALONE_REMINDER: Duration = Duration::from_secs(30);
 
 /// Publishes the load whenever it changes, and at least once an interval: a load that stands still
-/// would grow old in the views of others, though nothing is wrong with it.
+/// would grow old in the views of others, though nothing is wrong with it. The gauges of the engine and of moves follow.
 pub(super) async fn publish_load(
     engine: Arc<dyn Engine>,
     loads: Arc<LoadSource>,
-    (gossip, metrics): (Arc<Gossip>, Arc<Metrics>),
+    (gossip, metrics, moves): (Arc<Gossip>, Arc<Metrics>, Arc<Moves>),
     every: Duration,
     stop: CancellationToken,
 ) {
@@ -42,6 +43,8 @@ pub(super) async fn publish_load(
         }
         gossip.publish(loads.summary());
         metrics.preemptions(engine.preemptions());
+        let (leaving, arriving) = moves.under_way();
+        metrics.moves_under_way(leaving, arriving);
     }
 }
 

@@ -210,7 +210,11 @@ fn report(
     background.spawn(reports::publish_load(
         Arc::clone(&base.engine),
         Arc::clone(&sides.loads),
-        (Arc::clone(gossip), Arc::clone(&sides.metrics)),
+        (
+            Arc::clone(gossip),
+            Arc::clone(&sides.metrics),
+            Arc::clone(&sides.moves),
+        ),
         base.config.gossip.interval,
         stop.closed.clone(),
     ));
