@@ -42,7 +42,7 @@ TOPICS = ["the sea", "bread", "winter", "the moon", "bicycles", "rivers", "tea",
 # Output that a request of the table may draw while it is moved about.
 OUTPUT_WHILE_MOVING = 480
 # A prefill of more tokens takes this model longer than the minute that a wish to move may take.
-LONGEST_RESTART = 4096
+LONGEST_RESTART = 2048
 SENTENCE = "A shoal has no leader and each fish watches a few of its neighbours, so the whole of it turns as one. "
 
 
