@@ -9,7 +9,7 @@ mod placement;
 mod policy;
 mod pool;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 
 pub use freeness::Freeness;
 pub use placement::{
@@ -17,4 +17,4 @@ pub use placement::{
     should_probe,
 };
 pub use policy::{Choice, Policy, PolicyName, Reason};
-pub use pool::{Candidate, Corrections, Need, NoCandidate, Pool};
+pub use pool::{Candidate, Corrections, Need, NoCandidate, Pool, Seen, Sight};

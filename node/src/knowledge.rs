@@ -94,7 +94,7 @@ impl Knowledge {
         corrections.hear(self.this, own, now);
         act(&mut World {
             now,
-            view: &view,
+            view: &*view,
             corrections,
             policy,
             rng,

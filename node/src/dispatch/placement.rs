@@ -5,11 +5,11 @@
 use std::time::Duration;
 
 use rand::rngs::StdRng;
-use shoal_gossip::{BlockSize, Blocks, ClusterView, LoadSummary, NodeId, Readiness, Timestamp};
+use shoal_gossip::{BlockSize, Blocks, LoadSummary, NodeId, Readiness, Timestamp};
 
 use crate::dispatch::freeness::Freeness;
 use crate::dispatch::policy::{Choice, Policy, Reason, better_of};
-use crate::dispatch::pool::{Candidate, Corrections, Need, NoCandidate, Pool};
+use crate::dispatch::pool::{Candidate, Corrections, Need, NoCandidate, Pool, Sight};
 use crate::engine::starting_demand;
 use crate::mesh::messages::{Answer, MAX_EXCLUDED, MAX_HOPS, Offer, RefuseReason};
 
@@ -76,7 +76,7 @@ pub struct World<'a> {
     /// The time.
     pub now: Timestamp,
     /// The view.
-    pub view: &'a ClusterView,
+    pub view: &'a dyn Sight,
     /// What is known better.
     pub corrections: &'a mut Corrections,
     /// How to choose.
@@ -203,7 +203,7 @@ impl Placement {
             world.now,
             self.limits.max_view_age,
         );
-        let Some(taken) = pool.all().find(|candidate| candidate.node == to) else {
+        let Some(taken) = pool.one(to) else {
             return self.next(world);
         };
         self.offer(

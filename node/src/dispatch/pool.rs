@@ -1,12 +1,13 @@
 //! The nodes a request may go to: the view, corrected by what we know better, filtered by the request.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::time::Duration;
 
 use rand::RngExt;
 use rand::rngs::StdRng;
 use shoal_gossip::{
-    BlockSize, Blocks, ClusterView, LoadSummary, NodeId, NodeRow, Readiness, Timestamp, Tokens,
+    BlockSize, Blocks, ClusterView, LoadSummary, NodeFacts, NodeId, Readiness, Timestamp, Tokens,
 };
 
 use crate::dispatch::freeness::Freeness;
@@ -30,6 +31,48 @@ impl Need {
     /// KV blocks it needs to start on a node with blocks of this size.
     pub fn demand(&self, block_size: BlockSize) -> Blocks {
         starting_demand(block_size, self.prompt, self.generated)
+    }
+}
+
+/// The nodes that a decision may look at, by name and by place in the order of names. What a node was told by gossip
+/// ([`ClusterView`]) is one; the simulator has another, which works out what has come through when it is looked at.
+pub trait Sight: fmt::Debug {
+    /// Nodes in it.
+    fn count(&self) -> usize;
+
+    /// The node at this place; `None` from [`Self::count`] on.
+    fn at(&self, place: usize) -> Option<Seen<'_>>;
+
+    /// The node of this name, if it is in it.
+    fn of(&self, node: NodeId) -> Option<Seen<'_>>;
+}
+
+/// One node as it is seen.
+#[derive(Clone, Copy, Debug)]
+pub struct Seen<'a> {
+    /// What does not change in a node's life.
+    pub facts: &'a NodeFacts,
+    /// Its newest load and when that came, if one has.
+    pub load: Option<(LoadSummary, Timestamp)>,
+}
+
+impl Sight for ClusterView {
+    fn count(&self) -> usize {
+        self.rows().len()
+    }
+
+    fn at(&self, place: usize) -> Option<Seen<'_>> {
+        self.rows().get(place).map(|row| Seen {
+            facts: &row.facts,
+            load: row.load,
+        })
+    }
+
+    fn of(&self, node: NodeId) -> Option<Seen<'_>> {
+        self.row(node).map(|row| Seen {
+            facts: &row.facts,
+            load: row.load,
+        })
     }
 }
 
@@ -77,8 +120,8 @@ impl Corrections {
         self.charges.get(&node).copied().unwrap_or_default()
     }
 
-    fn newest(&self, row: &NodeRow) -> Option<(LoadSummary, Timestamp)> {
-        match (row.load, self.heard.get(&row.node())) {
+    fn newest(&self, seen: Seen<'_>) -> Option<(LoadSummary, Timestamp)> {
+        match (seen.load, self.heard.get(&seen.facts.node)) {
             (Some(gossiped), Some(heard)) if heard.0.is_newer_than(&gossiped.0) => Some(*heard),
             // Of the same load, the later arrival is the better witness of its age.
             (Some(gossiped), Some(heard)) if heard.0 == gossiped.0 => {
@@ -130,7 +173,7 @@ pub enum NoCandidate {
 /// The candidates for one request. Borrowed, nothing is copied until a policy asks.
 #[derive(Debug)]
 pub struct Pool<'a> {
-    view: &'a ClusterView,
+    view: &'a dyn Sight,
     corrections: &'a Corrections,
     need: &'a Need,
     now: Timestamp,
@@ -140,7 +183,7 @@ pub struct Pool<'a> {
 impl<'a> Pool<'a> {
     /// Candidates in `view` for `need`. Loads older than `max_age` are unknown, and unknown is not idle.
     pub fn new(
-        view: &'a ClusterView,
+        view: &'a dyn Sight,
         corrections: &'a Corrections,
         need: &'a Need,
         now: Timestamp,
@@ -155,15 +198,16 @@ impl<'a> Pool<'a> {
         }
     }
 
-    fn candidate(&self, row: &NodeRow) -> Option<Candidate> {
-        let node = row.node();
-        if row.facts.protocol != PROTOCOL
+    fn candidate(&self, seen: Seen<'_>) -> Option<Candidate> {
+        let facts = seen.facts;
+        let node = facts.node;
+        if facts.protocol != PROTOCOL
             || self.need.excluded.contains(&node)
-            || row.facts.model(&self.need.model).is_none()
+            || facts.model(&self.need.model).is_none()
         {
             return None;
         }
-        let (load, received) = self.corrections.newest(row)?;
+        let (load, received) = self.corrections.newest(seen)?;
         let age = self.now.since(received);
         if load.readiness != Readiness::Ready || age > self.max_age {
             return None;
@@ -173,16 +217,22 @@ impl<'a> Pool<'a> {
             load,
             age,
             charged: self.corrections.charged(node),
-            demand: self.need.demand(row.facts.block_size),
+            demand: self.need.demand(facts.block_size),
         })
     }
 
     /// Every candidate, by name.
     pub fn all(&self) -> impl Iterator<Item = Candidate> + '_ {
-        self.view
-            .rows()
-            .iter()
-            .filter_map(|row| self.candidate(row))
+        self.seen().filter_map(|seen| self.candidate(seen))
+    }
+
+    /// The candidate of this name.
+    pub fn one(&self, node: NodeId) -> Option<Candidate> {
+        self.candidate(self.view.of(node)?)
+    }
+
+    fn seen(&self) -> impl Iterator<Item = Seen<'_>> + '_ {
+        (0..self.view.count()).filter_map(|place| self.view.at(place))
     }
 
     /// At most two distinct candidates among those that `qualify`, uniformly at random, in random order. Looks at
@@ -206,12 +256,12 @@ impl<'a> Pool<'a> {
         /// Draws before looking at every row: if half the rows qualify, two are found within
         /// twelve draws in 99.7 % of cases.
         const DRAWS: u32 = 12;
-        let rows = self.view.rows();
+        let count = self.view.count();
         let mut first: Option<Candidate> = None;
-        if rows.len() > 2 {
+        if count > 2 {
             for _ in 0..DRAWS {
-                let drawn = &rows[rng.random_range(0..rows.len())];
-                let Some(candidate) = self.candidate(drawn) else {
+                let drawn = self.view.at(rng.random_range(0..count));
+                let Some(candidate) = drawn.and_then(|seen| self.candidate(seen)) else {
                     continue;
                 };
                 match first {
@@ -227,10 +277,8 @@ impl<'a> Pool<'a> {
     /// Why the pool is empty.
     pub fn why_empty(&self) -> NoCandidate {
         let served = self
-            .view
-            .rows()
-            .iter()
-            .any(|row| row.facts.model(&self.need.model).is_some());
+            .seen()
+            .any(|seen| seen.facts.model(&self.need.model).is_some());
         if served {
             NoCandidate::NoneUsable
         } else {

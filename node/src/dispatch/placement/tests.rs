@@ -1,3 +1,4 @@
+use shoal_gossip::ClusterView;
 use shoal_gossip::NodeRow;
 
 use super::*;

@@ -1,3 +1,4 @@
+use shoal_gossip::NodeRow;
 use std::sync::Arc;
 
 use super::*;
