@@ -21,3 +21,4 @@ pub mod node;
 
 pub mod openai;
 pub mod reschedule;
+pub mod workload;
