@@ -20,5 +20,6 @@ pub mod moves;
 pub mod node;
 
 pub mod openai;
+pub mod report;
 pub mod reschedule;
 pub mod workload;
