@@ -10,6 +10,7 @@ mod logging;
 mod migrate;
 mod node;
 mod output;
+mod simulate;
 mod status;
 
 use std::process::ExitCode;
@@ -36,6 +37,8 @@ enum Job {
     Bench(bench::BenchArgs),
     /// Move one running request to another node.
     Migrate(migrate::MigrateArgs),
+    /// Run a whole mesh in virtual time, and compare ways of scheduling.
+    Simulate(Box<simulate::SimulateArgs>),
     /// Show the mesh as one of its nodes sees it.
     Status(status::StatusArgs),
 }
@@ -52,6 +55,7 @@ pub fn main(serve: impl FnOnce(NodeConfig) -> ExitCode) -> ExitCode {
         Job::Bench(args) => bench::run(&args),
         Job::Keygen(args) => keygen::run(&args),
         Job::Migrate(args) => migrate::run(&args),
+        Job::Simulate(args) => simulate::run(&args),
         Job::Status(args) => status::run(&args),
     }
 }

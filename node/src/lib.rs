@@ -22,4 +22,5 @@ pub mod node;
 pub mod openai;
 pub mod report;
 pub mod reschedule;
+pub mod simulate;
 pub mod workload;

@@ -12,7 +12,7 @@ mod engine;
 mod front;
 mod reports;
 mod run;
-mod settings;
+pub(crate) mod settings;
 mod start;
 
 use std::net::SocketAddr;

@@ -18,6 +18,7 @@ use sha2::{Digest, Sha256};
 use shoal_gossip::{BlockSize, Clock, ModelFacts, Tokens};
 
 pub use self::executor::SimExecutor;
+pub(crate) use self::executor::mix;
 pub use self::kv::SimKv;
 pub use self::profile::{Profile, ProfileError};
 pub use self::step_model::{StepLoad, StepModel};

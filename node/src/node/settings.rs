@@ -28,7 +28,7 @@ const RETRY_AFTER: Duration = Duration::from_secs(1);
 /// Connections that clients may hold beyond those with a request at work: idle ones and scrapers.
 const SPARE_CONNECTIONS: usize = 1_024;
 
-pub(super) fn cluster_keys(mesh: &MeshSettings) -> Result<Option<KeyRing>, StartError> {
+pub(crate) fn cluster_keys(mesh: &MeshSettings) -> Result<Option<KeyRing>, StartError> {
     let file = |path: &Path| {
         KeyRing::read(path).map_err(|error| {
             StartError::File(format!("the cluster key in {}: {error}", path.display()))
@@ -53,14 +53,14 @@ pub(super) fn cluster_keys(mesh: &MeshSettings) -> Result<Option<KeyRing>, Start
     Ok(Some(ring))
 }
 
-pub(super) fn seed_list(mesh: &MeshSettings) -> Result<SeedList, StartError> {
+pub(crate) fn seed_list(mesh: &MeshSettings) -> Result<SeedList, StartError> {
     let seeds: Result<Vec<Seed>, _> = mesh.seeds.iter().map(|seed| seed.parse()).collect();
     seeds
         .and_then(SeedList::new)
         .map_err(|error| StartError::File(format!("--seeds: {error}")))
 }
 
-pub(super) fn api_config(config: &NodeConfig) -> Result<ApiConfig, StartError> {
+pub(crate) fn api_config(config: &NodeConfig) -> Result<ApiConfig, StartError> {
     let read = |path: &Path, what: &str| {
         std::fs::read(path).map_err(|error| {
             StartError::File(format!(
@@ -101,7 +101,7 @@ pub(super) fn api_config(config: &NodeConfig) -> Result<ApiConfig, StartError> {
     })
 }
 
-pub(super) fn host_settings(config: &NodeConfig) -> HostSettings {
+pub(crate) fn host_settings(config: &NodeConfig) -> HostSettings {
     let dispatch = &config.dispatch;
     HostSettings {
         lease: dispatch.lease,
@@ -125,7 +125,7 @@ const MOVE_MIN_OUTPUT: Tokens = Tokens(64);
 /// within the noise of one more request.
 const MOVE_GAIN_SHARE: u32 = 5;
 
-pub(super) fn move_settings(config: &NodeConfig) -> MoveSettings {
+pub(crate) fn move_settings(config: &NodeConfig) -> MoveSettings {
     let moves = &config.moves;
     MoveSettings {
         limits: SessionLimits::default(),
@@ -136,7 +136,7 @@ pub(super) fn move_settings(config: &NodeConfig) -> MoveSettings {
     }
 }
 
-pub(super) fn reschedule_limits(config: &NodeConfig) -> RescheduleLimits {
+pub(crate) fn reschedule_limits(config: &NodeConfig) -> RescheduleLimits {
     let moves = &config.moves;
     RescheduleLimits {
         low: Freeness::of_blocks(i64::from(moves.below)),
@@ -149,7 +149,7 @@ pub(super) fn reschedule_limits(config: &NodeConfig) -> RescheduleLimits {
     }
 }
 
-pub(super) fn home_settings(config: &NodeConfig) -> HomeSettings {
+pub(crate) fn home_settings(config: &NodeConfig) -> HomeSettings {
     let dispatch = &config.dispatch;
     HomeSettings {
         policy: dispatch.policy,

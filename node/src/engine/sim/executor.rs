@@ -197,7 +197,7 @@ fn logprobs(digest: u64, sample: &Sample, mean_output: u32) -> Option<TokenLogpr
 }
 
 /// SplitMix64's finaliser: every bit of the result depends on every bit of `value`.
-pub(super) fn mix(value: u64) -> u64 {
+pub(crate) fn mix(value: u64) -> u64 {
     let mut bits = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

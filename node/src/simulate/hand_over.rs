@@ -1,0 +1,488 @@
+//! Hand-overs: the rescheduler decides, the sessions of `shoal-migrate` negotiate, engines act between two steps, and KV
+//! takes the time that its bytes need.
+
+mod acts;
+
+use shoal_gossip::{Blocks, Timestamp, Tokens};
+use shoal_migrate::session::{
+    Claim, Outcome, SourceAction, SourceInput, SourcePlan, SourceSession, TargetAction,
+    TargetInput, TargetPlan, TargetSession,
+};
+use shoal_migrate::{
+    ClaimAnswer, CopyMode, MigrationId, MoveReason, MoveRefusal, SessionLimits, StageIndex,
+};
+
+use crate::dispatch::{Freeness, Need, Pool};
+use crate::engine::batched::SeqKey;
+use crate::engine::moving::{JobPhase, JobStatus};
+use crate::engine::{ReservationId, ReserveAsk};
+use crate::reschedule::Here;
+use crate::simulate::gossip::place_of;
+use crate::simulate::mesh::{Event, MODEL, Mesh};
+use crate::workload::Arrival;
+
+/// Room that a target keeps for tokens drawn during the copy, as a node does.
+const GROWTH: Tokens = Tokens(64);
+
+/// What an engine does for a hand-over between two steps.
+#[derive(Debug)]
+pub(super) enum Act {
+    /// The source gives out a stage.
+    Copy {
+        id: u64,
+        stage: StageIndex,
+        from: Tokens,
+        at_most: Tokens,
+    },
+    /// The source stops the request, and gives out what is left from here.
+    Pause { id: u64, from: Tokens },
+    /// The target takes a stage in.
+    Import { id: u64, stage: StageIndex },
+    /// The target takes the last of it in.
+    Complete { id: u64 },
+}
+
+/// What comes to a hand-over.
+#[derive(Debug)]
+pub(super) enum Word {
+    /// The proposal is at the target.
+    Proposed,
+    Source(SourceInput),
+    Target(TargetInput),
+    /// A claim is at the home.
+    Claim {
+        by_target: bool,
+        claim: Claim,
+    },
+    SourceTick,
+    TargetTick,
+}
+
+/// One hand-over, both sides.
+#[derive(Debug)]
+pub(super) struct HandOver {
+    request: usize,
+    from: usize,
+    to: usize,
+    key: SeqKey,
+    mode: CopyMode,
+    reason: MoveReason,
+    migration: MigrationId,
+    source: SourceSession,
+    target: Option<TargetSession>,
+    reservation: Option<ReservationId>,
+    arrived: Option<SeqKey>,
+    /// The stage on its way or being taken in: where it ends, and when the source began it.
+    stage_end: Tokens,
+    stage_began: Timestamp,
+    /// What the request had when it stopped.
+    output: u32,
+    computed: Tokens,
+    last_from: Tokens,
+    /// Sides that are not over.
+    sides: u8,
+}
+
+impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
+    /// One look of a node's rescheduler.
+    pub(super) fn look(&mut self, at: usize) {
+        let load = self.nodes[at].load();
+        let leaving = self.nodes[at].leaving;
+        if !self.nodes[at].rescheduler.is_short(&load, leaving) {
+            return;
+        }
+        let need = Need {
+            model: MODEL.to_owned(),
+            prompt: Tokens::ZERO,
+            generated: Tokens::ZERO,
+            excluded: [self.nodes[at].id].into(),
+        };
+        let max_age = self.settings.host.max_view_age;
+        let high = self.settings.moves.accept_above;
+        let two = self.decide(at, |world| {
+            let pool = Pool::new(world.view, world.corrections, &need, world.now, max_age);
+            pool.two_that(|it| Freeness::for_migration(&it.load) > high, world.rng)
+        });
+        let jobs = self.nodes[at].jobs(&self.requests);
+        let here = Here {
+            load: &load,
+            jobs: &jobs,
+            block_size: self.words.facts(at).block_size,
+            bytes_per_token: self.nodes[at].bytes(Tokens(1)),
+        };
+        let Some(decision) = self.nodes[at].rescheduler.decide(self.now, here, two) else {
+            return;
+        };
+        let job = jobs.iter().find(|job| job.request == decision.request);
+        if let (Some(job), Some(to)) = (job, place_of(decision.to)) {
+            self.begin_hand_over(job, (at, to), MoveReason::Rescheduled);
+        }
+    }
+
+    /// Begins to move a request that is at `from`.
+    pub(super) fn begin_hand_over(
+        &mut self,
+        job: &JobStatus,
+        (from, to): (usize, usize),
+        reason: MoveReason,
+    ) {
+        let Some((key, _)) = self.nodes[from].batcher.find(job.request) else {
+            return;
+        };
+        let Some(&request) = self.nodes[from].here.get(&key) else {
+            return;
+        };
+        self.attempts += 1;
+        self.counts.begun += 1;
+        let id = self.attempts;
+        let migration = MigrationId {
+            request: job.request,
+            epoch: job.epoch,
+            target: self.nodes[to].id,
+            attempt: u32::try_from(id % (1 << 32)).unwrap_or(0),
+        };
+        let mode = match job.phase {
+            JobPhase::Waiting => CopyMode::Waiting,
+            _ => CopyMode::Kv,
+        };
+        let limits = self.settings.moves.limits;
+        let plan = SourcePlan {
+            migration,
+            mode,
+            limits,
+        };
+        let mut actions = Vec::new();
+        let source = SourceSession::new(plan, self.now, &mut actions);
+        self.nodes[from].leaving += 1;
+        self.hand_overs.insert(
+            id,
+            HandOver {
+                request,
+                from,
+                to,
+                key,
+                mode,
+                reason,
+                migration,
+                source,
+                target: None,
+                reservation: None,
+                arrived: None,
+                stage_end: Tokens::ZERO,
+                stage_began: self.now,
+                output: 0,
+                computed: Tokens::ZERO,
+                last_from: Tokens::ZERO,
+                sides: 1,
+            },
+        );
+        self.perform_source(id, actions);
+    }
+
+    /// A word of a hand-over arrives. One of a hand-over that is over is void.
+    pub(super) fn hand_over_word(&mut self, id: u64, word: Word) {
+        match word {
+            Word::Proposed => self.proposed(id),
+            Word::Source(input) => self.source(id, input),
+            Word::SourceTick => self.source(id, SourceInput::Tick),
+            Word::Target(input) => self.target(id, input),
+            Word::TargetTick => self.target(id, TargetInput::Tick),
+            Word::Claim { by_target, claim } => self.claimed(id, by_target, claim),
+        }
+    }
+
+    fn source(&mut self, id: u64, input: SourceInput) {
+        let now = self.now;
+        let Some(it) = self.hand_overs.get_mut(&id) else {
+            return;
+        };
+        let mut actions = Vec::new();
+        it.source.handle(now, input, &mut actions);
+        self.perform_source(id, actions);
+    }
+
+    fn target(&mut self, id: u64, input: TargetInput) {
+        let now = self.now;
+        let Some(session) = self
+            .hand_overs
+            .get_mut(&id)
+            .and_then(|it| it.target.as_mut())
+        else {
+            return;
+        };
+        let mut actions = Vec::new();
+        session.handle(now, input, &mut actions);
+        self.perform_target(id, actions);
+    }
+
+    /// The proposal is judged as a node does.
+    fn proposed(&mut self, id: u64) {
+        let Some(it) = self.hand_overs.get(&id) else {
+            return;
+        };
+        let (to, from, request) = (it.to, it.from, it.request);
+        let load = self.nodes[to].load();
+        let wanted = it.reason != MoveReason::Rescheduled
+            || Freeness::for_migration(&load) > self.settings.moves.accept_above;
+        let same = self.nodes[to].bytes_per_token == self.nodes[from].bytes_per_token;
+        let known = self.requests[request].prompt + Tokens(self.requests[request].drawn);
+        let room = match it.mode {
+            CopyMode::Waiting => known + Tokens(1),
+            CopyMode::Kv | CopyMode::Recompute => known + GROWTH,
+        };
+        let block_size = self.words.facts(to).block_size;
+        let longest = self.nodes[to].batcher.config().longest();
+        let limits = self.settings.moves.limits;
+        let ask = ReserveAsk {
+            demand: block_size.blocks_for(room).max(Blocks(1)).min(longest),
+            lease: limits.lease + limits.grace,
+            at_once: true,
+        };
+        let busy = self.nodes[to].arriving >= self.settings.moves.slots_in;
+        let answer = if !same {
+            Err(MoveRefusal::Incompatible("another KV".to_owned()))
+        } else if !wanted {
+            Err(MoveRefusal::NoRoom)
+        } else if busy {
+            Err(MoveRefusal::Busy)
+        } else {
+            let now = self.now;
+            self.nodes[to].touch();
+            self.nodes[to]
+                .batcher
+                .reserve(now, ask)
+                .map_err(|_| MoveRefusal::NoRoom)
+        };
+        let input = match answer {
+            Ok(reservation) => {
+                self.accept(id, reservation, limits);
+                SourceInput::Accepted
+            }
+            Err(refusal) => SourceInput::Refused(refusal),
+        };
+        let load = self.nodes[to].load();
+        let (now, target) = (self.now, self.nodes[to].id);
+        self.nodes[from].corrections.hear(target, load, now);
+        self.send(
+            (to, from),
+            Event::HandOver {
+                id,
+                word: Word::Source(input),
+            },
+        );
+    }
+
+    fn accept(&mut self, id: u64, reservation: ReservationId, limits: SessionLimits) {
+        let now = self.now;
+        let Some(it) = self.hand_overs.get_mut(&id) else {
+            return;
+        };
+        let plan = TargetPlan {
+            migration: it.migration,
+            mode: it.mode,
+            limits,
+        };
+        it.reservation = Some(reservation);
+        it.target = Some(TargetSession::new(plan, now));
+        it.sides += 1;
+        let to = it.to;
+        self.nodes[to].arriving += 1;
+        self.tick_target(id);
+    }
+
+    /// The home judges a claim.
+    fn claimed(&mut self, id: u64, by_target: bool, claim: Claim) {
+        let Some(it) = self.hand_overs.get(&id) else {
+            return;
+        };
+        let by = if by_target { it.to } else { it.from };
+        let name = self.nodes[by].id;
+        let request = &mut self.requests[it.request];
+        let home = request.home();
+        let received = request.drawn.min(claim.output);
+        let answer = request.arbiter.claim(name, claim, received);
+        let word = match by_target {
+            true => Word::Target(TargetInput::Claimed(answer)),
+            false => Word::Source(SourceInput::Claimed(answer)),
+        };
+        if by_target && matches!(answer, ClaimAnswer::Granted { .. }) {
+            request.host = Some(by);
+        }
+        self.send((home, by), Event::HandOver { id, word });
+    }
+
+    fn perform_source(&mut self, id: u64, actions: Vec<SourceAction>) {
+        for action in actions {
+            let Some(it) = self.hand_overs.get(&id) else {
+                return;
+            };
+            let (from, to, key) = (it.from, it.to, it.key);
+            match action {
+                SourceAction::Propose => {
+                    self.send(
+                        (from, to),
+                        Event::HandOver {
+                            id,
+                            word: Word::Proposed,
+                        },
+                    );
+                }
+                SourceAction::Copy {
+                    stage,
+                    from: start,
+                    at_most,
+                } => {
+                    self.ask(
+                        from,
+                        Act::Copy {
+                            id,
+                            stage,
+                            from: start,
+                            at_most,
+                        },
+                    );
+                }
+                SourceAction::Pause { from: start } => {
+                    self.ask(from, Act::Pause { id, from: start })
+                }
+                SourceAction::SendLast { stage } => self.send_last(id, stage),
+                SourceAction::Unpause => {
+                    let epoch = it.migration.epoch;
+                    self.nodes[from].batcher.go_on(key, epoch);
+                    self.nodes[from].touch();
+                    self.kick(from);
+                }
+                SourceAction::Claim { epoch } => {
+                    let claim = Claim {
+                        epoch,
+                        output: it.output,
+                    };
+                    self.claim(id, false, claim);
+                }
+                SourceAction::Resume { epoch, .. } => {
+                    self.nodes[from].batcher.go_on(key, epoch);
+                    self.nodes[from].touch();
+                    self.kick(from);
+                }
+                SourceAction::Free => {
+                    self.nodes[from].remove(key);
+                    self.kick(from);
+                }
+                SourceAction::CancelTarget => {
+                    let word = Word::Target(TargetInput::Cancelled);
+                    self.send((from, to), Event::HandOver { id, word });
+                }
+                SourceAction::End(_) => {
+                    self.nodes[from].leaving -= 1;
+                    self.end_side(id);
+                }
+            }
+        }
+        self.tick_source(id);
+    }
+
+    fn perform_target(&mut self, id: u64, actions: Vec<TargetAction>) {
+        for action in actions {
+            let Some(it) = self.hand_overs.get(&id) else {
+                return;
+            };
+            let (from, to) = (it.from, it.to);
+            match action {
+                TargetAction::Import { stage } => self.ask(to, Act::Import { id, stage }),
+                TargetAction::ImportLast { .. } => self.ask(to, Act::Complete { id }),
+                TargetAction::Reject { stage, reason } => {
+                    let word = Word::Source(SourceInput::StageFailed { stage, reason });
+                    self.send((to, from), Event::HandOver { id, word });
+                }
+                TargetAction::Claim { epoch, output } => {
+                    self.claim(id, true, Claim { epoch, output });
+                }
+                TargetAction::Resume { epoch, .. } => self.resume(id, epoch),
+                TargetAction::TellCommitted => {
+                    let word = Word::Source(SourceInput::Committed);
+                    self.send((to, from), Event::HandOver { id, word });
+                }
+                TargetAction::TellCancelled { reason } => {
+                    let word = Word::Source(SourceInput::Cancelled { reason });
+                    self.send((to, from), Event::HandOver { id, word });
+                }
+                TargetAction::Free => self.free_target(id),
+                TargetAction::End(outcome) => {
+                    if outcome == Outcome::Moved {
+                        self.counts.moved += 1;
+                    }
+                    self.nodes[to].arriving -= 1;
+                    self.end_side(id);
+                }
+            }
+        }
+        self.tick_target(id);
+    }
+
+    fn claim(&mut self, id: u64, by_target: bool, claim: Claim) {
+        let Some(it) = self.hand_overs.get(&id) else {
+            return;
+        };
+        let by = if by_target { it.to } else { it.from };
+        let home = self.requests[it.request].home();
+        let word = Word::Claim { by_target, claim };
+        self.send((by, home), Event::HandOver { id, word });
+    }
+
+    fn resume(&mut self, id: u64, epoch: shoal_gossip::Epoch) {
+        let Some(it) = self.hand_overs.get(&id) else {
+            return;
+        };
+        let (to, request) = (it.to, it.request);
+        let Some(key) = it.arrived else {
+            return;
+        };
+        self.nodes[to].batcher.go_on(key, epoch);
+        self.nodes[to].here.insert(key, request);
+        self.nodes[to].touch();
+        self.requests[request].moves += 1;
+        self.kick(to);
+    }
+
+    fn free_target(&mut self, id: u64) {
+        let Some(it) = self.hand_overs.get_mut(&id) else {
+            return;
+        };
+        let (to, arrived, reservation) = (it.to, it.arrived.take(), it.reservation.take());
+        if let Some(key) = arrived {
+            self.nodes[to].remove(key);
+        }
+        if let Some(reservation) = reservation {
+            self.nodes[to].batcher.release(reservation);
+            self.nodes[to].touch();
+        }
+        self.kick(to);
+    }
+
+    fn end_side(&mut self, id: u64) {
+        if let Some(it) = self.hand_overs.get_mut(&id) {
+            it.sides -= 1;
+            if it.sides == 0 {
+                self.hand_overs.remove(&id);
+            }
+        }
+    }
+
+    fn tick_source(&mut self, id: u64) {
+        let deadline = self.hand_overs.get(&id).and_then(|it| it.source.deadline());
+        if let Some(deadline) = deadline {
+            let word = Word::SourceTick;
+            self.agenda
+                .enter(deadline.max(self.now), Event::HandOver { id, word });
+        }
+    }
+
+    fn tick_target(&mut self, id: u64) {
+        let target = self.hand_overs.get(&id).and_then(|it| it.target.as_ref());
+        if let Some(deadline) = target.and_then(TargetSession::deadline) {
+            let word = Word::TargetTick;
+            self.agenda
+                .enter(deadline.max(self.now), Event::HandOver { id, word });
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! Placing a request: home and host talk as the node's shells do, over the modelled network.
+
+use std::collections::BTreeSet;
+
+use shoal_gossip::{LoadSummary, Tokens};
+
+use crate::dispatch::{
+    Candidate, GiveUp, Need, Outcome, Placement, Pool, Step, better_elsewhere, should_probe,
+};
+use crate::engine::batched::SeqSpec;
+use crate::engine::work::Priority;
+use crate::engine::{ReservationId, ReserveAsk, ReserveRefusal};
+use crate::mesh::messages::{Answer, RefuseReason};
+use crate::simulate::Scheduling;
+use crate::simulate::gossip::place_of;
+use crate::simulate::mesh::{Event, MODEL, Mesh};
+use crate::workload::Arrival;
+
+impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
+    /// Begins to look for a host.
+    pub(super) fn place(&mut self, request: usize) {
+        let need = Need {
+            model: MODEL.to_owned(),
+            prompt: self.requests[request].prompt,
+            generated: Tokens::ZERO,
+            excluded: BTreeSet::new(),
+        };
+        self.requests[request].placement = Some(Placement::new(need, self.settings.placement));
+        self.advance(request, Placement::start);
+    }
+
+    /// Performs a step of a placement.
+    pub(super) fn step(&mut self, request: usize, step: Step) {
+        let home = self.requests[request].home();
+        match step {
+            Step::Offer { choice, hops } => {
+                let Some(at) = place_of(choice.taken.node) else {
+                    return;
+                };
+                self.send((home, at), Event::Offer { request, at, hops });
+            }
+            Step::Submit { to, reservation } => {
+                let Some(to) = place_of(to) else {
+                    return;
+                };
+                let reservation = Some(reservation);
+                self.send(
+                    (home, to),
+                    Event::Submit {
+                        request,
+                        to,
+                        reservation,
+                    },
+                );
+            }
+            Step::GiveUp(why) => {
+                let kind = match why {
+                    GiveUp::UnknownModel => "http 404",
+                    GiveUp::Overloaded => "http 429",
+                    GiveUp::NeverFits => "http 400",
+                    GiveUp::Unavailable => "http 503",
+                };
+                self.over(request, Some(kind));
+            }
+        }
+    }
+
+    /// An offer is here: a host that is nearly full asks two others before it answers.
+    pub(super) fn offered(&mut self, request: usize, at: usize, hops: u8) {
+        if self.plan.scheduling == Scheduling::Shoal {
+            let demand = self.demand(request, at);
+            let own = self.nodes[at].load();
+            if should_probe(&own, demand, hops, self.settings.host.redirect_below) {
+                let asked = self.two_to_probe(request, at);
+                if let Some(far) = asked
+                    .iter()
+                    .filter_map(|one| place_of(one.node))
+                    .find(|one| *one != at)
+                {
+                    let probe = Event::Probe {
+                        request,
+                        by: at,
+                        hops,
+                        asked,
+                    };
+                    return self.send((at, far), probe);
+                }
+            }
+        }
+        self.answer(request, at);
+    }
+
+    fn two_to_probe(&mut self, request: usize, at: usize) -> Vec<Candidate> {
+        let mut excluded = match &self.requests[request].placement {
+            Some(placement) => placement.need().excluded.clone(),
+            None => BTreeSet::new(),
+        };
+        excluded.insert(self.nodes[at].id);
+        let need = Need {
+            model: MODEL.to_owned(),
+            prompt: self.requests[request].prompt,
+            generated: Tokens::ZERO,
+            excluded,
+        };
+        let max_age = self.settings.host.max_view_age;
+        let (first, second) = self.decide(at, |world| {
+            Pool::new(world.view, world.corrections, &need, world.now, max_age).two(world.rng)
+        });
+        first.into_iter().chain(second).collect()
+    }
+
+    /// Those that were asked say their exact loads.
+    pub(super) fn probe(
+        &mut self,
+        (request, by, _hops): (usize, usize, u8),
+        asked: Vec<Candidate>,
+    ) {
+        let mut answers = asked;
+        for candidate in &mut answers {
+            if let Some(place) = place_of(candidate.node) {
+                candidate.load = self.nodes[place].load();
+                candidate.age = std::time::Duration::ZERO;
+            }
+        }
+        let Some(far) = answers.iter().filter_map(|one| place_of(one.node)).next() else {
+            return self.answer(request, by);
+        };
+        self.send(
+            (far, by),
+            Event::Probed {
+                request,
+                by,
+                asked: answers,
+            },
+        );
+    }
+
+    /// The answers are here: points to a better node, or answers itself.
+    pub(super) fn probed(&mut self, request: usize, by: usize, asked: &[Candidate]) {
+        let now = self.now;
+        for candidate in asked {
+            self.nodes[by]
+                .corrections
+                .hear(candidate.node, candidate.load, now);
+        }
+        let demand = self.demand(request, by);
+        let own = self.nodes[by].load();
+        match better_elsewhere(&own, demand, asked) {
+            Some(better) => {
+                self.counts.redirects += 1;
+                let answer = Answer::Redirect {
+                    to: better.node,
+                    load: better.load,
+                };
+                self.reply(request, by, answer);
+            }
+            None => self.answer(request, by),
+        }
+    }
+
+    /// Answers from the host's own numbers.
+    fn answer(&mut self, request: usize, at: usize) {
+        let lease = self.settings.host.lease;
+        let ask = ReserveAsk {
+            demand: self.demand(request, at),
+            lease,
+            at_once: false,
+        };
+        let node = &mut self.nodes[at];
+        node.touch();
+        let answer = match node.batcher.reserve(self.now, ask) {
+            Ok(reservation) => Answer::Accept {
+                reservation: reservation.0,
+                lease_ms: u32::try_from(lease.as_millis()).unwrap_or(u32::MAX),
+            },
+            Err(ReserveRefusal::QueueFull | ReserveRefusal::NoRoomNow) => {
+                Answer::Refuse(RefuseReason::QueueFull)
+            }
+            Err(ReserveRefusal::NeverFits) => Answer::Refuse(RefuseReason::NeverFits),
+            Err(ReserveRefusal::NotReady) => Answer::Refuse(RefuseReason::NotReady),
+        };
+        self.reply(request, at, answer);
+        // A promise at the front of the queue is admitted with the next plan.
+        self.kick(at);
+    }
+
+    fn reply(&mut self, request: usize, from: usize, answer: Answer) {
+        let load = self.nodes[from].load();
+        let home = self.requests[request].home();
+        self.send(
+            (from, home),
+            Event::Answer {
+                request,
+                from,
+                answer,
+                load,
+            },
+        );
+    }
+
+    pub(super) fn answered(
+        &mut self,
+        request: usize,
+        _from: usize,
+        answer: &Answer,
+        load: LoadSummary,
+    ) {
+        self.advance(request, |placement, world| {
+            placement.answered(Outcome::Answered { answer, load }, world)
+        });
+    }
+
+    /// A submission is here.
+    pub(super) fn submitted(&mut self, request: usize, to: usize, reservation: Option<u64>) {
+        if self.plan.scheduling.policy().is_none() {
+            self.came(request, to);
+        }
+        let it = &self.requests[request];
+        let spec = SeqSpec {
+            request: it.id,
+            epoch: it.next_epoch(),
+            prompt_len: it.prompt.0,
+            generated_len: it.drawn,
+            max_tokens: it.wanted,
+            priority: Priority::default(),
+            reservation: reservation.map(ReservationId),
+        };
+        let node = &mut self.nodes[to];
+        node.touch();
+        match node.batcher.submit(self.now, spec) {
+            Ok(key) => {
+                node.here.insert(key, request);
+                let id = node.id;
+                let it = &mut self.requests[request];
+                it.arbiter.pass_on(id);
+                it.host = Some(to);
+                it.placement = None;
+                self.kick(to);
+            }
+            Err(_) => {
+                let home = self.requests[request].home();
+                self.send((to, home), Event::Refused { request, from: to });
+            }
+        }
+    }
+
+    pub(super) fn refused(&mut self, request: usize, from: usize) {
+        let id = self.nodes[from].id;
+        if self.requests[request].placement.is_some() {
+            self.advance(request, |placement, world| {
+                placement.submit_failed(id, true, world)
+            });
+        } else {
+            self.over(request, Some("http 400"));
+        }
+    }
+}
