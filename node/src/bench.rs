@@ -3,6 +3,7 @@
 
 pub mod bulk;
 pub mod dispatch;
+pub mod load;
 pub mod path;
 
 use std::time::{Duration, Instant};

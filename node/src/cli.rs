@@ -6,6 +6,7 @@
 mod bench;
 mod fetch;
 mod keygen;
+mod load;
 mod logging;
 mod migrate;
 mod node;

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use clap::{Args, Subcommand};
 
 use crate::bench::{bulk, dispatch, path};
+use crate::cli::load::{self, LoadCommand};
 use crate::cli::output::{fail, print};
 use crate::config::from_flags;
 use crate::node::Node;
@@ -38,7 +39,7 @@ pub(super) struct BenchArgs {
     json: bool,
 }
 
-#[derive(Clone, Copy, Debug, Subcommand)]
+#[derive(Debug, Subcommand)]
 enum What {
     /// Throughput and processor time of KV bytes over loopback: copied, over TCP, over TLS, and over the bulk plane at packets of 1,452 and 8,952 bytes (seconds per GiB).
     Bulk {
@@ -54,6 +55,8 @@ enum What {
     },
     /// One dispatch decision, for every policy, in meshes of 16, 256 and 1,000 nodes (about a second).
     Dispatch,
+    /// Requests at their times to any OpenAI-compatible endpoints: TTFT, time between tokens, end to end, errors by kind.
+    Load(Box<LoadCommand>),
     /// Time to first byte and processor time of a request asked at its host, and at another node that has to find that host first (a simulated engine that takes no time; seconds).
     Path {
         /// Turns of 50 requests for each of the two ways.
@@ -64,14 +67,15 @@ enum What {
 
 /// Runs `shoal bench`.
 pub(super) fn run(args: &BenchArgs) -> ExitCode {
-    let shown = match args.what {
+    let shown = match &args.what {
         What::Dispatch => Ok(show_dispatch(&dispatch::run(), args.json)),
         What::Bulk {
             size_mib,
             rounds,
             streams,
-        } => measure_bulk(size_mib, rounds, streams).map(|lines| show_bulk(&lines, args.json)),
-        What::Path { turns } => measure_path(turns).map(|result| show_path(&result, args.json)),
+        } => measure_bulk(*size_mib, *rounds, *streams).map(|lines| show_bulk(&lines, args.json)),
+        What::Load(command) => load::run(command, args.json).map_err(|error| error.to_string()),
+        What::Path { turns } => measure_path(*turns).map(|result| show_path(&result, args.json)),
     };
     match shown {
         Ok(text) => print(&text),
