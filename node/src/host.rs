@@ -158,17 +158,7 @@ impl Host {
             lease,
             at_once: false,
         };
-        match self.engine.reserve(ask) {
-            Ok(reservation) => Answer::Accept {
-                reservation: reservation.0,
-                lease_ms: u32::try_from(lease.as_millis()).unwrap_or(u32::MAX),
-            },
-            Err(ReserveRefusal::QueueFull | ReserveRefusal::NoRoomNow) => {
-                Answer::Refuse(RefuseReason::QueueFull)
-            }
-            Err(ReserveRefusal::NeverFits) => Answer::Refuse(RefuseReason::NeverFits),
-            Err(ReserveRefusal::NotReady) => Answer::Refuse(RefuseReason::NotReady),
-        }
+        promised(self.engine.reserve(ask), lease)
     }
 
     /// Asks two random others for their exact load; the better of them, if it is better than this host.
@@ -424,5 +414,20 @@ impl StreamHandler for Host {
             }
         };
         self.pump(job, &frames, frame).await;
+    }
+}
+
+/// The answer to an offer that was considered: whether room is promised until a lease ends.
+pub(crate) fn promised(room: Result<ReservationId, ReserveRefusal>, lease: Duration) -> Answer {
+    match room {
+        Ok(reservation) => Answer::Accept {
+            reservation: reservation.0,
+            lease_ms: u32::try_from(lease.as_millis()).unwrap_or(u32::MAX),
+        },
+        Err(ReserveRefusal::QueueFull | ReserveRefusal::NoRoomNow) => {
+            Answer::Refuse(RefuseReason::QueueFull)
+        }
+        Err(ReserveRefusal::NeverFits) => Answer::Refuse(RefuseReason::NeverFits),
+        Err(ReserveRefusal::NotReady) => Answer::Refuse(RefuseReason::NotReady),
     }
 }

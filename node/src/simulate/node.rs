@@ -11,8 +11,8 @@ use shoal_gossip::{
 };
 
 use crate::dispatch::{Corrections, Policy, PolicyName};
-use crate::engine::batched::{Batcher, Drawn, Hold, SeqKey, StepPlan};
-use crate::engine::moving::{JobPhase, JobStatus};
+use crate::engine::batched::{Batcher, Drawn, SeqKey, StepPlan};
+use crate::engine::moving::JobStatus;
 use crate::engine::sim::{Profile, SimConfig, StepLoad, StepModel};
 use crate::mesh::messages::PROTOCOL;
 use crate::reschedule::{RescheduleLimits, Rescheduler};
@@ -176,19 +176,12 @@ impl Node {
             .filter_map(|(key, at)| {
                 let request = requests.get(*at)?;
                 let standing = self.batcher.standing(*key)?;
-                let phase = match (standing.hold, standing.slot) {
-                    (Some(Hold::Stopped), _) => JobPhase::Paused,
-                    (Some(Hold::Arriving | Hold::Recomputing), _) => JobPhase::Arriving,
-                    (None, None) => JobPhase::Waiting,
-                    (None, Some(_)) if standing.uncomputed <= Tokens(1) => JobPhase::Decode,
-                    (None, Some(_)) => JobPhase::Prefill,
-                };
                 Some(JobStatus {
                     request: request.id,
                     epoch: request.arbiter.epoch(),
                     model: self.model.clone(),
                     priority: crate::engine::work::Priority::default(),
-                    phase,
+                    phase: standing.phase(),
                     prompt: request.prompt,
                     output: Tokens(request.drawn),
                     computed: standing.computed,

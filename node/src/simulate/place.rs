@@ -9,8 +9,9 @@ use crate::dispatch::{
 };
 use crate::engine::batched::SeqSpec;
 use crate::engine::work::Priority;
-use crate::engine::{ReservationId, ReserveAsk, ReserveRefusal};
-use crate::mesh::messages::{Answer, RefuseReason};
+use crate::engine::{ReservationId, ReserveAsk};
+use crate::host::promised;
+use crate::mesh::messages::Answer;
 use crate::simulate::Scheduling;
 use crate::simulate::gossip::place_of;
 use crate::simulate::mesh::{Event, MODEL, Mesh};
@@ -168,17 +169,7 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
         };
         let node = &mut self.nodes[at];
         node.touch();
-        let answer = match node.batcher.reserve(self.now, ask) {
-            Ok(reservation) => Answer::Accept {
-                reservation: reservation.0,
-                lease_ms: u32::try_from(lease.as_millis()).unwrap_or(u32::MAX),
-            },
-            Err(ReserveRefusal::QueueFull | ReserveRefusal::NoRoomNow) => {
-                Answer::Refuse(RefuseReason::QueueFull)
-            }
-            Err(ReserveRefusal::NeverFits) => Answer::Refuse(RefuseReason::NeverFits),
-            Err(ReserveRefusal::NotReady) => Answer::Refuse(RefuseReason::NotReady),
-        };
+        let answer = promised(node.batcher.reserve(self.now, ask), lease);
         self.reply(request, at, answer);
         // A promise at the front of the queue is admitted with the next plan.
         self.kick(at);

@@ -6,6 +6,7 @@ use shoal_migrate::CopyMode;
 use super::sequence::{Hold, Phase, Promise, Sequence};
 use super::{Batcher, SeqKey, SeqSpec, SubmitRefusal};
 use crate::engine::batched::Slot;
+use crate::engine::moving::JobPhase;
 
 /// A held sequence needs a block and none is free: others are not preempted for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -25,6 +26,19 @@ pub struct Standing {
     pub hold: Option<Hold>,
     /// Tokens that its next steps compute; one when it decodes.
     pub uncomputed: Tokens,
+}
+
+impl Standing {
+    /// What people call it.
+    pub fn phase(&self) -> JobPhase {
+        match (self.hold, self.slot) {
+            (Some(Hold::Stopped), _) => JobPhase::Paused,
+            (Some(Hold::Arriving | Hold::Recomputing), _) => JobPhase::Arriving,
+            (None, None) => JobPhase::Waiting,
+            (None, Some(_)) if self.uncomputed <= Tokens(1) => JobPhase::Decode,
+            (None, Some(_)) => JobPhase::Prefill,
+        }
+    }
 }
 
 impl Batcher {

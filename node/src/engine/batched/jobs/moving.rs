@@ -10,9 +10,7 @@ use crate::engine::batched::job::{
     Arrival, Outgoing, Ownership, Resumption, RunningJob, Submission, count,
 };
 use crate::engine::batched::{Hold, NoRoom, SeqKey, Slot, TextModel};
-use crate::engine::moving::{
-    ExportedKv, JobPhase, JobStatus, KEPT_LOGPROBS, LastState, MoveError, Opening,
-};
+use crate::engine::moving::{ExportedKv, JobStatus, KEPT_LOGPROBS, LastState, MoveError, Opening};
 use crate::engine::{EngineError, ReservationId};
 
 impl Jobs {
@@ -34,19 +32,12 @@ impl Jobs {
     fn status_of(&self, key: SeqKey) -> Option<JobStatus> {
         let job = self.running.get(&key)?;
         let standing = self.batcher.standing(key)?;
-        let phase = match (standing.hold, standing.slot) {
-            (Some(Hold::Stopped), _) => JobPhase::Paused,
-            (Some(Hold::Arriving | Hold::Recomputing), _) => JobPhase::Arriving,
-            (None, None) => JobPhase::Waiting,
-            (None, Some(_)) if standing.uncomputed <= Tokens(1) => JobPhase::Decode,
-            (None, Some(_)) => JobPhase::Prefill,
-        };
         Some(JobStatus {
             request: job.request,
             epoch: job.epoch,
             model: job.prepared.model.clone(),
             priority: job.prepared.priority,
-            phase,
+            phase: standing.phase(),
             prompt: Tokens(job.prompt_len),
             output: Tokens(count(job.output().len())),
             computed: standing.computed,
