@@ -9,60 +9,38 @@ use shoal_gossip::Timestamp;
 /// its seed.
 #[derive(Debug)]
 pub(super) struct Agenda<E> {
-    heap: BinaryHeap<Reverse<Entry<E>>>,
+    /// When, how many were entered before, and where the event lies: events are large, and a heap moves what it holds.
+    heap: BinaryHeap<Reverse<(Timestamp, u64, usize)>>,
+    events: Vec<Option<E>>,
+    unused: Vec<usize>,
     entered: u64,
-}
-
-#[derive(Debug)]
-struct Entry<E> {
-    at: Timestamp,
-    serial: u64,
-    event: E,
-}
-
-impl<E> Entry<E> {
-    fn key(&self) -> (Timestamp, u64) {
-        (self.at, self.serial)
-    }
-}
-
-impl<E> PartialEq for Entry<E> {
-    fn eq(&self, other: &Self) -> bool {
-        self.key() == other.key()
-    }
-}
-
-impl<E> Eq for Entry<E> {}
-
-impl<E> PartialOrd for Entry<E> {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl<E> Ord for Entry<E> {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.key().cmp(&other.key())
-    }
 }
 
 impl<E> Agenda<E> {
     pub(super) fn new() -> Self {
         Self {
             heap: BinaryHeap::new(),
+            events: Vec::new(),
+            unused: Vec::new(),
             entered: 0,
         }
     }
 
     pub(super) fn enter(&mut self, at: Timestamp, event: E) {
-        let serial = self.entered;
+        let place = self.unused.pop().unwrap_or(self.events.len());
+        match self.events.get_mut(place) {
+            Some(free) => *free = Some(event),
+            None => self.events.push(Some(event)),
+        }
+        self.heap.push(Reverse((at, self.entered, place)));
         self.entered += 1;
-        self.heap.push(Reverse(Entry { at, serial, event }));
     }
 
     /// The next event and its time.
     pub(super) fn next(&mut self) -> Option<(Timestamp, E)> {
-        let Reverse(Entry { at, event, .. }) = self.heap.pop()?;
+        let Reverse((at, _, place)) = self.heap.pop()?;
+        let event = self.events.get_mut(place)?.take()?;
+        self.unused.push(place);
         Some((at, event))
     }
 }

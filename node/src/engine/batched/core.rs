@@ -29,6 +29,7 @@ mod load;
 mod plan;
 #[cfg(test)]
 mod properties;
+mod queue;
 mod sequence;
 #[cfg(test)]
 mod tests;
@@ -43,7 +44,8 @@ pub use self::hold::{NoRoom, Standing};
 pub use self::plan::{Drawn, PlanItem, StepPlan};
 pub use self::sequence::{Hold, SeqKey, SeqSpec};
 
-use self::sequence::{Phase, Place, Promise, Reservation, Sequence, Waiter};
+use self::queue::{Queue, Queued, Waiter};
+use self::sequence::{Phase, Place, Promise, Reservation, Sequence};
 use crate::engine::batched::Slot;
 use crate::engine::work::Priority;
 use crate::engine::{ReservationId, ReserveAsk, ReserveRefusal};
@@ -73,7 +75,9 @@ pub struct Batcher {
     sequences: BTreeMap<SeqKey, Sequence>,
     by_request: BTreeMap<RequestId, SeqKey>,
     reservations: BTreeMap<ReservationId, Reservation>,
-    waiting: BTreeMap<Place, Waiter>,
+    waiting: Queue,
+    /// Sequences that have a slot.
+    running: BTreeMap<Place, SeqKey>,
     /// Sequences whose room is set aside: the next plan starts them.
     aside: BTreeMap<Place, SeqKey>,
     slots: Vec<Option<SeqKey>>,
@@ -101,7 +105,8 @@ impl Batcher {
             sequences: BTreeMap::new(),
             by_request: BTreeMap::new(),
             reservations: BTreeMap::new(),
-            waiting: BTreeMap::new(),
+            waiting: Queue::default(),
+            running: BTreeMap::new(),
             aside: BTreeMap::new(),
             slots,
             dirty: BTreeSet::new(),
@@ -160,7 +165,7 @@ impl Batcher {
         } else if ask.at_once {
             return Err(ReserveRefusal::NoRoomNow);
         } else if self.queue_room() > 0 {
-            self.waiting.insert(place, Waiter::Promise(id));
+            self.waiting.enter(place, Queued::promise(id, demand));
             Promise::Queued
         } else {
             return Err(ReserveRefusal::QueueFull);
@@ -229,7 +234,8 @@ impl Batcher {
             self.reserved += demand;
             self.aside.insert(sequence.place, key);
         } else if promise.is_some() || self.queue_room() > 0 {
-            self.waiting.insert(sequence.place, Waiter::Sequence(key));
+            let queued = Queued::sequence(key, &sequence, self.config.block_size);
+            self.waiting.enter(sequence.place, queued);
         } else {
             return Err(SubmitRefusal::QueueFull);
         }
@@ -267,14 +273,12 @@ impl Batcher {
         };
         self.by_request.remove(&sequence.request);
         match sequence.phase {
-            Phase::Waiting => {
-                self.waiting.remove(&sequence.place);
-            }
+            Phase::Waiting => self.waiting.leave(sequence.place),
             Phase::Aside(demand) => {
                 self.aside.remove(&sequence.place);
                 self.reserved -= demand;
             }
-            Phase::Running { slot, held } => self.vacate(slot, held),
+            Phase::Running { slot, held } => self.vacate(sequence.place, slot, held),
         }
     }
 
@@ -303,7 +307,7 @@ impl Batcher {
 
     /// Whether room for one more sequence can be taken now.
     fn fits(&self, demand: Blocks) -> bool {
-        let taken = self.running_count() + self.aside_count();
+        let taken = self.running.len() + self.aside_count();
         // The watermark protects the growth of others; alone there are none.
         let spare = if taken == 0 {
             Blocks::ZERO
@@ -311,10 +315,6 @@ impl Batcher {
             self.config.watermark()
         };
         taken < self.slots.len() && demand + spare <= self.free()
-    }
-
-    fn running_count(&self) -> usize {
-        self.slots.iter().flatten().count()
     }
 
     /// Slots that are promised: to reservations and to sequences that start with the next plan.
@@ -329,29 +329,21 @@ impl Batcher {
 
     /// The first in the queue that could start. A paused or stopped one could not, and holds up nobody.
     fn first_waiting(&self) -> Option<(Place, Waiter, Blocks)> {
-        self.waiting.iter().find_map(|(place, waiter)| {
-            let demand = match waiter {
-                Waiter::Promise(id) => self.reservations.get(id)?.demand,
-                Waiter::Sequence(key) => {
-                    let sequence = self.sequences.get(key)?;
-                    if sequence.paused || sequence.hold.is_some() {
-                        return None;
-                    }
-                    sequence.demand(self.config.block_size)
+        self.waiting.iter().find_map(|(place, queued)| {
+            if let Waiter::Sequence(key) = queued.waiter {
+                let sequence = self.sequences.get(&key)?;
+                if sequence.paused || sequence.hold.is_some() {
+                    return None;
                 }
-            };
-            Some((*place, *waiter, demand))
+            }
+            Some((*place, queued.waiter, queued.demand))
         })
     }
 
     /// Places left in the queue. Preempted sequences do not count: they were let in before.
     fn queue_room(&self) -> u32 {
-        let preempted = self
-            .sequences
-            .values()
-            .filter(|sequence| sequence.preempted && sequence.phase == Phase::Waiting)
-            .count();
-        let queued = u32::try_from(self.waiting.len() - preempted).unwrap_or(u32::MAX);
+        let queued = self.waiting.len() - self.waiting.preempted();
+        let queued = u32::try_from(queued).unwrap_or(u32::MAX);
         self.config.queue_limit.saturating_sub(queued)
     }
 
@@ -359,14 +351,13 @@ impl Batcher {
         let reservation = self.reservations.remove(&id)?;
         match reservation.promise {
             Promise::Aside => self.reserved -= reservation.demand,
-            Promise::Queued => {
-                self.waiting.remove(&reservation.place);
-            }
+            Promise::Queued => self.waiting.leave(reservation.place),
         }
         Some(reservation)
     }
 
-    fn vacate(&mut self, slot: Slot, held: Blocks) {
+    fn vacate(&mut self, place: Place, slot: Slot, held: Blocks) {
+        self.running.remove(&place);
         self.used -= held;
         self.dirty.insert(slot);
         if let Some(place) = self.slots.get_mut(slot.0 as usize) {

@@ -3,6 +3,7 @@
 use shoal_gossip::{Blocks, Epoch, Timestamp, Tokens};
 use shoal_migrate::CopyMode;
 
+use super::queue::Queued;
 use super::sequence::{Hold, Phase, Promise, Sequence};
 use super::{Batcher, SeqKey, SeqSpec, SubmitRefusal};
 use crate::engine::batched::Slot;
@@ -65,6 +66,7 @@ impl Batcher {
         match self.sequences.get_mut(&key) {
             Some(sequence) if sequence.hold.is_none() => {
                 sequence.hold = Some(Hold::Stopped);
+                self.requeue(key);
                 true
             }
             Some(_) | None => false,
@@ -81,7 +83,7 @@ impl Batcher {
         sequence.epoch = epoch;
         let demand = sequence.demand(self.config.block_size);
         let (held, total) = match &mut sequence.phase {
-            Phase::Waiting => return,
+            Phase::Waiting => return self.requeue(key),
             Phase::Aside(held) => (held, &mut self.reserved),
             Phase::Running { held, .. } => (held, &mut self.used),
         };
@@ -185,7 +187,18 @@ impl Batcher {
         if let Some(sequence) = self.sequences.get_mut(&key) {
             sequence.generated = generated.0;
         }
+        self.requeue(key);
         Ok(())
+    }
+
+    /// What the queue knows of a waiting sequence has changed.
+    fn requeue(&mut self, key: SeqKey) {
+        if let Some(sequence) = self.sequences.get(&key)
+            && sequence.phase == Phase::Waiting
+        {
+            let queued = Queued::sequence(key, sequence, self.config.block_size);
+            self.waiting.enter(sequence.place, queued);
+        }
     }
 
     fn widen(&mut self, key: SeqKey, needed: Blocks) -> Result<(), NoRoom> {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use shoal_gossip::{Blocks, Incarnation, LoadSummary, Tokens};
 
 use super::Batcher;
-use super::sequence::{Phase, Waiter};
+use super::sequence::Sequence;
 
 /// Weight of the newest step in the smoothed step time: 1/8, as TCP smooths its round-trip time.
 /// About 20 steps forget the past.
@@ -15,7 +15,7 @@ impl Batcher {
     /// Its load now. `incarnation` and `seq` are zero: the node fills them in.
     pub fn load(&self) -> LoadSummary {
         let queued = u32::try_from(self.waiting.len()).unwrap_or(u32::MAX);
-        let running = self.running_count() + self.aside.len();
+        let running = self.running.len() + self.aside.len();
         let step_time = self.step_time.unwrap_or_default();
         LoadSummary {
             incarnation: Incarnation::default(),
@@ -24,7 +24,7 @@ impl Batcher {
             total: self.config.total,
             used: self.used,
             reserved: self.reserved,
-            queued_demand: self.queued_demand(),
+            queued_demand: self.waiting.demand(),
             head_of_line: self
                 .first_waiting()
                 .map_or(Blocks::ZERO, |(_, _, demand)| demand),
@@ -36,27 +36,10 @@ impl Batcher {
         }
     }
 
-    fn queued_demand(&self) -> Blocks {
-        let demand = |waiter: &Waiter| match waiter {
-            Waiter::Promise(id) => self.reservations.get(id).map(|promise| promise.demand),
-            Waiter::Sequence(key) => self
-                .sequences
-                .get(key)
-                .map(|sequence| sequence.demand(self.config.block_size)),
-        };
-        self.waiting.values().filter_map(demand).sum()
-    }
-
     fn prefill_backlog(&self) -> Tokens {
-        self.sequences
-            .values()
-            .filter(|sequence| sequence.steps())
-            .map(|sequence| match (sequence.phase, sequence.uncomputed()) {
-                // A decoding sequence always has one token to compute; that is no backlog.
-                (Phase::Running { .. }, 1) => Tokens::ZERO,
-                (Phase::Running { .. } | Phase::Aside(_) | Phase::Waiting, left) => Tokens(left),
-            })
-            .sum()
+        let started = self.running.values().chain(self.aside.values());
+        let backlogs = started.filter_map(|key| self.sequences.get(key));
+        self.waiting.backlog() + backlogs.map(Sequence::backlog).sum()
     }
 
     pub(super) fn note_step(&mut self, took: Duration) {

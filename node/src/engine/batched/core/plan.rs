@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use shoal_gossip::{Blocks, Timestamp, Tokens};
 
-use super::sequence::{Phase, Place, Promise, Waiter};
+use super::queue::{Queued, Waiter};
+use super::sequence::{Phase, Promise, Sequence};
 use super::{Batcher, SeqKey};
 use crate::engine::batched::Slot;
 
@@ -53,15 +54,24 @@ impl Batcher {
         self.expire(now);
         let mut plan = StepPlan::default();
         let mut budget = self.config.step_tokens;
-        let order = self.running_in_order();
-        for (_, key) in &order {
-            if self.wants(*key, |left| left == 1) && self.grow(*key, &mut plan) {
-                self.push_item(*key, &mut budget, &mut plan);
+        let order: Vec<SeqKey> = self.running.values().copied().collect();
+        plan.items.reserve(order.len());
+        let mut prompts = Vec::new();
+        for key in order {
+            // Whoever was preempted since has nothing to compute here.
+            match self.sequences.get(&key).map_or(0, Sequence::wants) {
+                0 => {}
+                1 => {
+                    if self.grow(key, &mut plan) {
+                        self.push_item(key, &mut budget, &mut plan);
+                    }
+                }
+                _ => prompts.push(key),
             }
         }
-        for (_, key) in &order {
-            if self.wants(*key, |left| left > 1) {
-                self.push_item(*key, &mut budget, &mut plan);
+        for key in prompts {
+            if self.sequences.get(&key).map_or(0, Sequence::wants) > 1 {
+                self.push_item(key, &mut budget, &mut plan);
             }
         }
         self.start_aside(&mut budget, &mut plan);
@@ -95,28 +105,6 @@ impl Batcher {
             }
         }
         drawn
-    }
-
-    fn running_in_order(&self) -> Vec<(Place, SeqKey)> {
-        let mut order: Vec<_> = self
-            .slots
-            .iter()
-            .flatten()
-            .filter_map(|key| Some((self.sequences.get(key)?.place, *key)))
-            .collect();
-        order.sort_unstable();
-        order
-    }
-
-    /// Whether a sequence runs, may take a step, and has this many tokens to compute.
-    fn wants(&self, key: SeqKey, tokens: impl Fn(u32) -> bool) -> bool {
-        self.sequences.get(&key).is_some_and(|sequence| {
-            matches!(sequence.phase, Phase::Running { .. })
-                && !sequence.paused
-                && sequence.steps()
-                && !sequence.is_complete()
-                && tokens(sequence.uncomputed())
-        })
     }
 
     fn push_item(&mut self, key: SeqKey, budget: &mut u32, plan: &mut StepPlan) {
@@ -171,7 +159,7 @@ impl Batcher {
     /// The one to preempt: a paused one, else the last in order. The only one is spared, and so are those that
     /// a hand-over holds.
     fn victim(&self) -> Option<SeqKey> {
-        let candidates = self.slots.iter().flatten().filter_map(|key| {
+        let candidates = self.running.values().filter_map(|key| {
             let sequence = self.sequences.get(key)?;
             let candidate = (sequence.paused, sequence.place, *key);
             sequence.hold.is_none().then_some(candidate)
@@ -192,8 +180,10 @@ impl Batcher {
         sequence.computed = 0;
         sequence.preempted = true;
         self.preemptions += 1;
-        self.waiting.insert(sequence.place, Waiter::Sequence(key));
-        self.vacate(slot, held);
+        let place = sequence.place;
+        let queued = Queued::sequence(key, sequence, self.config.block_size);
+        self.waiting.enter(place, queued);
+        self.vacate(place, slot, held);
     }
 
     /// Starts the sequences whose room is set aside, but for those that a hand-over holds.
@@ -228,13 +218,13 @@ impl Batcher {
                         reservation.promise = Promise::Aside;
                         self.reserved += demand;
                     }
-                    self.waiting.remove(&place);
+                    self.waiting.leave(place);
                 }
                 Waiter::Sequence(key) => {
                     if *budget == 0 {
                         return;
                     }
-                    self.waiting.remove(&place);
+                    self.waiting.leave(place);
                     self.start(key, demand, plan);
                     self.push_item(key, budget, plan);
                 }
@@ -258,6 +248,7 @@ impl Batcher {
         let slot = Slot(u32::try_from(index).unwrap_or(u32::MAX));
         sequence.phase = Phase::Running { slot, held: demand };
         self.slots[index] = Some(key);
+        self.running.insert(sequence.place, key);
         self.used += demand;
         true
     }

@@ -16,14 +16,14 @@ impl Batcher {
         let mut used = Blocks::ZERO;
         let mut reserved = Blocks::ZERO;
         let mut slots = BTreeSet::new();
+        let mut waiting = Queue::default();
         for (key, sequence) in &self.sequences {
             assert_eq!(self.by_request.get(&sequence.request), Some(key));
             match sequence.phase {
                 Phase::Waiting => {
-                    assert_eq!(
-                        self.waiting.get(&sequence.place),
-                        Some(&Waiter::Sequence(*key))
-                    );
+                    let queued = Queued::sequence(*key, sequence, self.config.block_size);
+                    assert_eq!(self.waiting.get(sequence.place), Some(&queued));
+                    waiting.enter(sequence.place, queued);
                 }
                 Phase::Aside(demand) => {
                     reserved += demand;
@@ -34,6 +34,7 @@ impl Batcher {
                     used += held;
                     assert!(slots.insert(slot), "a slot is used twice");
                     assert_eq!(self.slots[slot.0 as usize], Some(*key));
+                    assert_eq!(self.running.get(&sequence.place), Some(key));
                     let size = self.config.block_size;
                     assert!(size.blocks_for(Tokens(sequence.computed)) <= held);
                     if let Layout::Split { tokens_per_slot } = self.config.layout {
@@ -50,8 +51,9 @@ impl Batcher {
                     promised += 1;
                 }
                 Promise::Queued => {
-                    let waiter = self.waiting.get(&reservation.place);
-                    assert_eq!(waiter, Some(&Waiter::Promise(*id)));
+                    let queued = Queued::promise(*id, reservation.demand);
+                    assert_eq!(self.waiting.get(reservation.place), Some(&queued));
+                    waiting.enter(reservation.place, queued);
                 }
             }
         }
@@ -59,6 +61,8 @@ impl Batcher {
         assert_eq!(used + reserved + self.free(), self.config.total);
         assert!(slots.len() + promised + self.aside.len() <= self.slots.len());
         assert_eq!(self.slots.iter().flatten().count(), slots.len());
+        assert_eq!(self.running.len(), slots.len());
+        assert_eq!(self.waiting, waiting, "the queue or its sums are off");
         assert_eq!(self.by_request.len(), self.sequences.len());
         let bound = self.config.queue_limit as usize + self.slots.len();
         assert!(self.waiting.len() <= bound, "the queue outgrew its bound");

@@ -121,6 +121,25 @@ impl Sequence {
         self.computable().saturating_sub(self.computed)
     }
 
+    /// Tokens that it has to prefill. One that decodes always has one token to compute; that is no backlog.
+    pub(super) fn backlog(&self) -> Tokens {
+        match (self.steps(), self.phase, self.uncomputed()) {
+            (false, _, _) | (true, Phase::Running { .. }, 1) => Tokens::ZERO,
+            (true, Phase::Running { .. } | Phase::Aside(_) | Phase::Waiting, left) => Tokens(left),
+        }
+    }
+
+    /// Tokens that it would compute in the next step, if there is room for all: one when it decodes, none when it does not
+    /// run or may not.
+    pub(super) fn wants(&self) -> u32 {
+        let runs = matches!(self.phase, Phase::Running { .. });
+        if runs && !self.paused && self.steps() && !self.is_complete() {
+            self.uncomputed()
+        } else {
+            0
+        }
+    }
+
     /// May take steps, as far as hand-overs go.
     pub(super) fn steps(&self) -> bool {
         match self.hold {
@@ -173,11 +192,4 @@ pub(super) struct Reservation {
     pub(super) demand: Blocks,
     pub(super) expires: shoal_gossip::Timestamp,
     pub(super) promise: Promise,
-}
-
-/// Who waits in the queue.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Waiter {
-    Sequence(SeqKey),
-    Promise(ReservationId),
 }

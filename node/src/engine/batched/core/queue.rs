@@ -1,0 +1,104 @@
+//! The queue: who waits, in order, and what all of them need together.
+
+use std::collections::BTreeMap;
+
+use shoal_gossip::{BlockSize, Blocks, Tokens};
+
+use super::SeqKey;
+use super::sequence::{Place, Sequence};
+use crate::engine::ReservationId;
+
+/// Who waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Waiter {
+    Sequence(SeqKey),
+    Promise(ReservationId),
+}
+
+/// One place in the queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Queued {
+    pub(super) waiter: Waiter,
+    /// Blocks it needs to start.
+    pub(super) demand: Blocks,
+    /// Tokens it has to prefill then.
+    backlog: Tokens,
+    preempted: bool,
+}
+
+impl Queued {
+    pub(super) fn promise(id: ReservationId, demand: Blocks) -> Self {
+        Self {
+            waiter: Waiter::Promise(id),
+            demand,
+            backlog: Tokens::ZERO,
+            preempted: false,
+        }
+    }
+
+    pub(super) fn sequence(key: SeqKey, sequence: &Sequence, block_size: BlockSize) -> Self {
+        Self {
+            waiter: Waiter::Sequence(key),
+            demand: sequence.demand(block_size),
+            backlog: sequence.backlog(),
+            preempted: sequence.preempted,
+        }
+    }
+}
+
+/// Waiters by place. The sums are kept, since a long queue is asked for them all the time.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Queue {
+    entries: BTreeMap<Place, Queued>,
+    demand: u64,
+    backlog: u64,
+    preempted: usize,
+}
+
+impl Queue {
+    /// Enters a waiter, or what is new about the one at this place.
+    pub(super) fn enter(&mut self, place: Place, queued: Queued) {
+        self.leave(place);
+        self.demand += u64::from(queued.demand.0);
+        self.backlog += u64::from(queued.backlog.0);
+        self.preempted += usize::from(queued.preempted);
+        self.entries.insert(place, queued);
+    }
+
+    /// Takes the waiter at this place out, if there is one.
+    pub(super) fn leave(&mut self, place: Place) {
+        if let Some(queued) = self.entries.remove(&place) {
+            self.demand -= u64::from(queued.demand.0);
+            self.backlog -= u64::from(queued.backlog.0);
+            self.preempted -= usize::from(queued.preempted);
+        }
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&Place, &Queued)> {
+        self.entries.iter()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Waiters that were let in before, and were preempted.
+    pub(super) fn preempted(&self) -> usize {
+        self.preempted
+    }
+
+    /// Blocks that all of them need to start.
+    pub(super) fn demand(&self) -> Blocks {
+        Blocks(u32::try_from(self.demand).unwrap_or(u32::MAX))
+    }
+
+    /// Tokens that all of them have to prefill.
+    pub(super) fn backlog(&self) -> Tokens {
+        Tokens(u32::try_from(self.backlog).unwrap_or(u32::MAX))
+    }
+
+    #[cfg(test)]
+    pub(super) fn get(&self, place: Place) -> Option<&Queued> {
+        self.entries.get(&place)
+    }
+}
