@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use futures::future::join_all;
-use shoal_gossip::{Epoch, LoadSummary, NodeId, RequestId};
+use shoal_gossip::{Blocks, Epoch, LoadSummary, NodeId, RequestId};
 use tokio::sync::mpsc;
 use tracing::debug;
 
@@ -161,7 +161,7 @@ impl Host {
         promised(self.engine.reserve(ask), lease)
     }
 
-    /// Asks two random others for their exact load; the better of them, if it is better than this host.
+    /// Asks two others for their exact load; the better of them, if it is better than this host.
     async fn probe_for(&self, offer: &Offer) -> Option<Candidate> {
         let control = self.control.get()?;
         let mut excluded: BTreeSet<NodeId> = offer.excluded.iter().copied().collect();
@@ -173,31 +173,37 @@ impl Host {
             excluded,
         };
         let max_age = self.settings.max_view_age;
-        let (first, second) = self.knowledge.decide(|world| {
-            Pool::new(world.view, world.corrections, &need, world.now, max_age).two(world.rng)
+        let two = self.knowledge.decide(|world| {
+            let pool = Pool::new(world.view, world.corrections, &need, world.now, max_age);
+            pool.two_to_ask(world.rng)
         });
         let deadline = self.settings.probe_deadline;
-        let probes = [first, second]
-            .into_iter()
-            .flatten()
-            .map(|candidate| async move {
-                let answered = control
-                    .ask(candidate.node, Ask::Probe, deadline)
-                    .await
-                    .ok()?;
-                Some(Candidate {
-                    load: answered.load,
-                    age: Duration::ZERO,
-                    ..candidate
-                })
-            });
+        let probes = two.map(|candidate| async move {
+            let answered = control
+                .ask(candidate.node, Ask::Probe, deadline)
+                .await
+                .ok()?;
+            Some(Candidate {
+                load: answered.load,
+                age: Duration::ZERO,
+                ..candidate
+            })
+        });
         let probed: Vec<Candidate> = join_all(probes).await.into_iter().flatten().collect();
         for candidate in &probed {
             self.knowledge.hear(candidate.node, candidate.load);
         }
         // Own numbers may have changed while the others were asked.
-        let own_demand = demand_at(offer, self.engine.facts().block_size);
-        better_elsewhere(&self.loads.summary(), own_demand, &probed)
+        let block_size = self.engine.facts().block_size;
+        let own = Candidate {
+            node: self.knowledge.this(),
+            load: self.loads.summary(),
+            age: Duration::ZERO,
+            charged: Blocks::ZERO,
+            demand: demand_at(offer, block_size),
+            block_size,
+        };
+        better_elsewhere(&own, &probed)
     }
 
     async fn start(&self, submit: Submit) -> Result<Started, EngineError> {

@@ -8,7 +8,7 @@ use rand::rngs::StdRng;
 use shoal_gossip::{BlockSize, Blocks, LoadSummary, NodeId, Readiness, Timestamp};
 
 use crate::dispatch::freeness::Freeness;
-use crate::dispatch::policy::{Choice, Policy, Reason, better_of};
+use crate::dispatch::policy::{Choice, Policy, Reason, Score};
 use crate::dispatch::pool::{Candidate, Corrections, Need, NoCandidate, Pool, Sight};
 use crate::engine::starting_demand;
 use crate::mesh::messages::{Answer, MAX_EXCLUDED, MAX_HOPS, Offer, RefuseReason};
@@ -268,32 +268,33 @@ impl Placement {
 
 /// Whether a host that was offered a request should look for a better node before it answers.
 ///
-/// Only when it would have to queue the request or is nearly full itself (`F_d` after taking it
-/// below `low`), and the request has hops left.
+/// Only when it would have to queue the request or has other work and less freeness than `low` (`F_d` after taking
+/// it), and the request has hops left. An idle host has no better.
 pub fn should_probe(load: &LoadSummary, demand: Blocks, hops: u8, low: Freeness) -> bool {
+    let idle = load.running == 0 && load.reserved == Blocks::ZERO;
     let after = Freeness::for_dispatch(load, demand);
     let waits = load.queued > 0 || load.free() < demand;
-    hops < MAX_HOPS && (waits || after < low)
+    hops < MAX_HOPS && (waits || (!idle && after < low))
 }
 
-/// The node to point to after probing: the best of `probed` by the rule of `p2c`, if it could start
-/// the request at once and has more headroom left afterwards than this host.
-pub fn better_elsewhere(
-    own: &LoadSummary,
-    own_demand: Blocks,
-    probed: &[Candidate],
-) -> Option<Candidate> {
-    let here = Freeness::for_dispatch(own, own_demand);
-    let own_fits = own.queued == 0 && own.free() >= own_demand;
+/// The node to point to after probing: the best of `probed`, if it could start the request at once and the request is
+/// better off there. All loads are exact: `own` is this host, and all are weighed with the request in them.
+pub fn better_elsewhere(own: &Candidate, probed: &[Candidate]) -> Option<Candidate> {
+    let with = |candidate: &Candidate| {
+        Score::exact(&Candidate {
+            charged: candidate.demand,
+            demand: Blocks::ZERO,
+            ..*candidate
+        })
+    };
+    let here = with(own);
     probed
         .iter()
         .copied()
         .filter(|candidate| candidate.load.readiness == Readiness::Ready)
         .filter(Candidate::fits)
-        .filter(|candidate| {
-            !own_fits || Freeness::for_dispatch(&candidate.load, candidate.demand) > here
-        })
-        .reduce(|best, next| better_of(best, next).taken)
+        .filter(|candidate| !own.fits() || with(candidate) < here)
+        .min_by_key(with)
 }
 
 /// Blocks a request will need on a node with this block size; for hosts.

@@ -90,23 +90,51 @@ pub struct Choice {
     pub other: Option<NodeId>,
 }
 
+/// Freeness from which a node has room enough for its requests to grow, so that another block a request is worth less
+/// than a shorter wait: what nodes start to move requests away below, by default.
+const COMFORT: Freeness = Freeness::of_blocks(10);
+
 /// Lower is better. Fields compare from top to bottom. Two candidates that are equal here are taken
 /// in the order in which they were drawn, not by name: by name, an idle mesh would load its first node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Score {
+pub(super) struct Score {
     does_not_fit: bool,
+    uncomfortable: bool,
+    work: u64,
     freeness: Reverse<Freeness>,
     prefill_backlog: Tokens,
 }
 
 impl Score {
-    fn of(candidate: &Candidate) -> Self {
+    /// By a load that is as old as gossip. Prefill is over by the time it is heard of, so it counts last.
+    pub(super) fn stale(candidate: &Candidate) -> Self {
         Self {
             does_not_fit: !candidate.fits(),
+            uncomfortable: false,
+            work: 0,
             freeness: Reverse(candidate.freeness()),
             prefill_backlog: candidate.load.prefill_backlog,
         }
     }
+
+    /// By a load that the node itself said just now: with room enough, what the request would wait for and share its steps
+    /// with counts first.
+    pub(super) fn exact(candidate: &Candidate) -> Self {
+        let uncomfortable = candidate.freeness() < COMFORT;
+        Self {
+            uncomfortable,
+            work: if uncomfortable { 0 } else { work(candidate) },
+            ..Self::stale(candidate)
+        }
+    }
+}
+
+/// Blocks to prefill, and one for each request: 16 tokens of prefill and the steps of one more request beside it cost a
+/// newcomer about the same (`docs/decisions/2026-11-30-dispatch.md` has what was tried).
+fn work(candidate: &Candidate) -> u64 {
+    let load = &candidate.load;
+    let blocks = u64::from(load.prefill_backlog.0) / u64::from(candidate.block_size.tokens().get());
+    blocks + u64::from(load.running) + u64::from(load.queued)
 }
 
 /// A policy with the little it remembers.
@@ -179,8 +207,8 @@ fn two_choices(pool: &Pool<'_>, rng: &mut StdRng) -> Option<Choice> {
 }
 
 /// The better of two; `first` when they are equal.
-pub(crate) fn better_of(first: Candidate, second: Candidate) -> Choice {
-    let (one, two) = (Score::of(&first), Score::of(&second));
+fn better_of(first: Candidate, second: Candidate) -> Choice {
+    let (one, two) = (Score::stale(&first), Score::stale(&second));
     let (taken, other) = if two < one {
         (second, first)
     } else {

@@ -36,6 +36,7 @@ fn target(node: u64, used: u32, running: u32) -> Candidate {
         age: Duration::from_millis(80),
         charged: Blocks::ZERO,
         demand: Blocks(1),
+        block_size: BlockSize::DEFAULT,
     }
 }
 

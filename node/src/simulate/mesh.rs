@@ -58,7 +58,6 @@ pub(super) enum Event {
     Probe {
         request: usize,
         by: usize,
-        hops: u8,
         asked: Vec<Candidate>,
     },
     /// Their answers reach the host.
@@ -70,7 +69,6 @@ pub(super) enum Event {
     /// A host's answer reaches the home.
     Answer {
         request: usize,
-        from: usize,
         answer: Answer,
         load: LoadSummary,
     },
@@ -268,19 +266,13 @@ impl<'a, A: Iterator<Item = Arrival>> Mesh<'a, A> {
                 self.kick(node);
             }
             Event::Offer { request, at, hops } => self.offered(request, at, hops),
-            Event::Probe {
-                request,
-                by,
-                hops,
-                asked,
-            } => self.probe((request, by, hops), asked),
+            Event::Probe { request, by, asked } => self.probe(request, by, asked),
             Event::Probed { request, by, asked } => self.probed(request, by, &asked),
             Event::Answer {
                 request,
-                from,
                 answer,
                 load,
-            } => self.answered(request, from, &answer, load),
+            } => self.answered(request, &answer, load),
             Event::Submit {
                 request,
                 to,

@@ -1,8 +1,9 @@
 //! Placing a request: home and host talk as the node's shells do, over the modelled network.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
-use shoal_gossip::{LoadSummary, Tokens};
+use shoal_gossip::{Blocks, LoadSummary, Tokens};
 
 use crate::dispatch::{
     Candidate, GiveUp, Need, Outcome, Placement, Pool, Step, better_elsewhere, should_probe,
@@ -73,15 +74,10 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
             let own = self.nodes[at].load();
             if should_probe(&own, demand, hops, self.settings.host.redirect_below) {
                 let asked = self.two_to_probe(request, at);
-                if let Some(far) = asked
-                    .iter()
-                    .filter_map(|one| place_of(one.node))
-                    .find(|one| *one != at)
-                {
+                if let Some(far) = asked.iter().filter_map(|one| place_of(one.node)).next() {
                     let probe = Event::Probe {
                         request,
                         by: at,
-                        hops,
                         asked,
                     };
                     return self.send((at, far), probe);
@@ -104,23 +100,19 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
             excluded,
         };
         let max_age = self.settings.host.max_view_age;
-        let (first, second) = self.decide(at, |world| {
-            Pool::new(world.view, world.corrections, &need, world.now, max_age).two(world.rng)
-        });
-        first.into_iter().chain(second).collect()
+        self.decide(at, |world| {
+            let pool = Pool::new(world.view, world.corrections, &need, world.now, max_age);
+            pool.two_to_ask(world.rng).collect()
+        })
     }
 
     /// Those that were asked say their exact loads.
-    pub(super) fn probe(
-        &mut self,
-        (request, by, _hops): (usize, usize, u8),
-        asked: Vec<Candidate>,
-    ) {
+    pub(super) fn probe(&mut self, request: usize, by: usize, asked: Vec<Candidate>) {
         let mut answers = asked;
         for candidate in &mut answers {
             if let Some(place) = place_of(candidate.node) {
                 candidate.load = self.nodes[place].load();
-                candidate.age = std::time::Duration::ZERO;
+                candidate.age = Duration::ZERO;
             }
         }
         let Some(far) = answers.iter().filter_map(|one| place_of(one.node)).next() else {
@@ -144,9 +136,15 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
                 .corrections
                 .hear(candidate.node, candidate.load, now);
         }
-        let demand = self.demand(request, by);
-        let own = self.nodes[by].load();
-        match better_elsewhere(&own, demand, asked) {
+        let own = Candidate {
+            node: self.nodes[by].id,
+            load: self.nodes[by].load(),
+            age: Duration::ZERO,
+            charged: Blocks::ZERO,
+            demand: self.demand(request, by),
+            block_size: self.words.facts(by).block_size,
+        };
+        match better_elsewhere(&own, asked) {
             Some(better) => {
                 self.counts.redirects += 1;
                 let answer = Answer::Redirect {
@@ -182,20 +180,13 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
             (from, home),
             Event::Answer {
                 request,
-                from,
                 answer,
                 load,
             },
         );
     }
 
-    pub(super) fn answered(
-        &mut self,
-        request: usize,
-        _from: usize,
-        answer: &Answer,
-        load: LoadSummary,
-    ) {
+    pub(super) fn answered(&mut self, request: usize, answer: &Answer, load: LoadSummary) {
         self.advance(request, |placement, world| {
             placement.answered(Outcome::Answered { answer, load }, world)
         });

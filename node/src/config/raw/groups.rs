@@ -290,14 +290,16 @@ pub struct RawDispatch {
     )]
     pub max_view_age_ms: u64,
 
-    /// Freeness below which a node that is offered a request looks for a better one; 0 redirects only when it has no room.
+    /// Freeness below which a node that is offered a request, and has others, asks two nodes whether they are better; 0 asks
+    /// only when it has no room.
     ///
-    /// Unit: KV blocks a request. Cost: higher puts two probes, one round trip, into more of the offers.
+    /// Unit: KV blocks a request. Cost: two probes, one round trip of the control plane, in each such offer; lower makes
+    /// requests wait longer behind others.
     #[arg(
         long,
         env = "SHOAL_REDIRECT_BELOW",
         value_name = "BLOCKS",
-        default_value_t = 10
+        default_value_t = 1_000_000
     )]
     pub redirect_below: u32,
 

@@ -1,5 +1,6 @@
 use shoal_gossip::ClusterView;
 use shoal_gossip::NodeRow;
+use shoal_gossip::Tokens;
 
 use super::*;
 use crate::dispatch::policy::PolicyName;
@@ -232,6 +233,7 @@ fn probed(node: u64, load: LoadSummary) -> Candidate {
         age: Duration::ZERO,
         charged: Blocks::ZERO,
         demand: Blocks(10),
+        block_size: BlockSize::DEFAULT,
     }
 }
 
@@ -243,21 +245,55 @@ fn a_host_probes_only_when_taking_the_request_would_leave_it_low_or_queueing() {
     assert!(should_probe(&load(0, 0, 1), Blocks(10), 0, low));
     assert!(should_probe(&load(95, 0, 0), Blocks(10), 0, low));
     assert!(!should_probe(&load(95, 0, 0), Blocks(10), MAX_HOPS, low));
+    let always = Freeness::of_blocks(1_000_000);
+    assert!(should_probe(&load(1, 1, 0), Blocks(10), 0, always));
+    assert!(!should_probe(&load(0, 0, 0), Blocks(10), 0, always));
+    let promised = LoadSummary {
+        reserved: Blocks(5),
+        ..load(0, 0, 0)
+    };
+    assert!(should_probe(&promised, Blocks(10), 0, always));
 }
 
 #[test]
 fn a_host_points_only_to_a_node_where_the_request_starts_at_once_and_is_better_off() {
-    let here = load(60, 4, 0);
+    let here = probed(1, load(60, 4, 0));
     let better = probed(2, load(20, 2, 0));
     let best = probed(3, load(10, 1, 0));
     let full = probed(4, load(95, 1, 0));
     let worse = probed(5, load(80, 4, 0));
-    let own = Blocks(10);
-    assert_eq!(better_elsewhere(&here, own, &[better, best]), Some(best));
-    assert_eq!(better_elsewhere(&here, own, &[full, worse]), None);
+    assert_eq!(better_elsewhere(&here, &[better, best]), Some(best));
+    assert_eq!(better_elsewhere(&here, &[full, worse]), None);
     // A host that would queue it points to any node that would not.
-    let queueing = load(60, 4, 3);
-    assert_eq!(better_elsewhere(&queueing, own, &[worse]), Some(worse));
-    assert_eq!(better_elsewhere(&queueing, own, &[full]), None);
-    assert_eq!(better_elsewhere(&queueing, own, &[]), None);
+    let queueing = probed(1, load(60, 4, 3));
+    assert_eq!(better_elsewhere(&queueing, &[worse]), Some(worse));
+    assert_eq!(better_elsewhere(&queueing, &[full]), None);
+    assert_eq!(better_elsewhere(&queueing, &[]), None);
+}
+
+#[test]
+fn with_room_enough_a_host_points_to_where_less_is_to_be_done_first() {
+    let prefills = |node, used, running, backlog| {
+        let load = load(used, running, 0);
+        probed(
+            node,
+            LoadSummary {
+                prefill_backlog: Tokens(backlog),
+                ..load
+            },
+        )
+    };
+    // Both have more than ten blocks a request left; the freer has a long prompt before it.
+    let busy = prefills(1, 20, 2, 640);
+    let calm = prefills(2, 40, 3, 0);
+    assert_eq!(better_elsewhere(&busy, &[calm]), Some(calm));
+    assert_eq!(better_elsewhere(&calm, &[busy]), None);
+    // The same with little room: headroom counts.
+    let busy = prefills(1, 50, 4, 640);
+    let calm = prefills(2, 70, 4, 0);
+    assert_eq!(better_elsewhere(&busy, &[calm]), None);
+    assert_eq!(better_elsewhere(&calm, &[busy]), Some(busy));
+    // One with room is better than one without, whatever it has to do.
+    let roomy = prefills(3, 20, 2, 6_400);
+    assert_eq!(better_elsewhere(&calm, &[roomy]), Some(roomy));
 }

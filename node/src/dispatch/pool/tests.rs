@@ -158,6 +158,29 @@ fn two_finds_the_only_usable_node_in_a_large_mesh() {
 }
 
 #[test]
+fn a_host_asks_the_freest_two_of_those_it_draws() {
+    let asked = |nodes: u64| {
+        let used = |node| 10 * u32::try_from(node % 10).unwrap();
+        let rows = (1..=nodes).map(|node| row(node, load(used(node), 1, 0), at(0)));
+        let view = view(rows.collect());
+        let corrections = Corrections::default();
+        let need = need(1);
+        let pool = Pool::new(&view, &corrections, &need, at(0), MAX_AGE);
+        pool.two_to_ask(&mut rng()).collect::<Vec<_>>()
+    };
+    assert_eq!(asked(0), []);
+    assert_eq!(asked(1).len(), 1);
+    // Of three all are drawn.
+    let names: Vec<_> = asked(3).iter().map(|candidate| candidate.node).collect();
+    assert_eq!(names, [NodeId(1), NodeId(2)]);
+    // Of many, eight are, so that the fuller half is asked once in more than a hundred times.
+    let two = asked(1_000);
+    assert_eq!(two.len(), 2);
+    assert!(two[0].node != two[1].node && two[0].load.used <= two[1].load.used);
+    assert!(two[1].load.used < Blocks(50), "{two:?}");
+}
+
+#[test]
 fn an_empty_pool_says_whether_anybody_serves_the_model() {
     let mut draining = load(0, 0, 0);
     draining.readiness = Readiness::Draining;
