@@ -179,19 +179,24 @@ impl Host {
         });
         let deadline = self.settings.probe_deadline;
         let probes = two.map(|candidate| async move {
-            let answered = control
-                .ask(candidate.node, Ask::Probe, deadline)
-                .await
-                .ok()?;
-            Some(Candidate {
-                load: answered.load,
-                age: Duration::ZERO,
-                ..candidate
-            })
+            let answered = control.ask(candidate.node, Ask::Probe, deadline).await;
+            let load = answered.ok().map(|answered| answered.load);
+            (candidate, load)
         });
-        let probed: Vec<Candidate> = join_all(probes).await.into_iter().flatten().collect();
-        for candidate in &probed {
-            self.knowledge.hear(candidate.node, candidate.load);
+        let mut probed = Vec::new();
+        for (candidate, load) in join_all(probes).await {
+            match load {
+                Some(load) => {
+                    self.knowledge.hear(candidate.node, load);
+                    let age = Duration::ZERO;
+                    probed.push(Candidate {
+                        load,
+                        age,
+                        ..candidate
+                    });
+                }
+                None => self.knowledge.silent(candidate.node),
+            }
         }
         // Own numbers may have changed while the others were asked.
         let block_size = self.engine.facts().block_size;

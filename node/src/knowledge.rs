@@ -93,6 +93,7 @@ impl Knowledge {
         }
         corrections.hear(self.this, own, now);
         act(&mut World {
+            this: self.this,
             now,
             view: &*view,
             corrections,
@@ -107,6 +108,14 @@ impl Knowledge {
         if self.view.borrow().row(from).is_some() {
             let now = self.now();
             self.lock().corrections.hear(from, load, now);
+        }
+    }
+
+    /// Takes note of a node that did not answer in time.
+    pub fn silent(&self, node: NodeId) {
+        if self.view.borrow().row(node).is_some() {
+            let now = self.now();
+            self.lock().corrections.silent(node, now);
         }
     }
 

@@ -69,6 +69,7 @@ fn measure(nodes: u32, view: &ClusterView, name: PolicyName) -> Line {
         for _ in 0..BATCH {
             let mut placement = Placement::new(need(), limits());
             let mut world = World {
+                this: NodeId(1),
                 now: Timestamp::ZERO,
                 view,
                 corrections: &mut corrections,
@@ -166,6 +167,7 @@ mod tests {
             let mut placement = Placement::new(need(), limits());
             let mut corrections = Corrections::default();
             let mut world = World {
+                this: NodeId(1),
                 now: Timestamp::ZERO,
                 view: &view,
                 corrections: &mut corrections,

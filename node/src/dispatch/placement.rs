@@ -73,6 +73,8 @@ pub struct PlacementLimits {
 /// The mesh-wide knowledge a placement decides on: lent for the time of one call.
 #[derive(Debug)]
 pub struct World<'a> {
+    /// The node that decides.
+    pub this: NodeId,
     /// The time.
     pub now: Timestamp,
     /// The view.
@@ -95,6 +97,7 @@ pub struct Placement {
     pending: Option<(NodeId, Blocks)>,
     heard_full: bool,
     heard_never_fits: bool,
+    heard_nothing: bool,
 }
 
 impl Placement {
@@ -108,6 +111,7 @@ impl Placement {
             pending: None,
             heard_full: false,
             heard_never_fits: false,
+            heard_nothing: false,
         }
     }
 
@@ -132,6 +136,8 @@ impl Placement {
                 self.judge(node, answer, world)
             }
             Outcome::Silent => {
+                world.corrections.silent(node, world.now);
+                self.heard_nothing = true;
                 self.exclude(node);
                 self.next(world)
             }
@@ -227,7 +233,16 @@ impl Placement {
             world.now,
             self.limits.max_view_age,
         );
-        match world.policy.choose(&pool, world.rng) {
+        // A node that is cut off from most others would ask them one by one and turn its client away.
+        let last = self.heard_nothing && self.offers + 1 == self.limits.max_offers;
+        let own = pool.one(world.this).filter(|_| last).map(|taken| Choice {
+            taken,
+            reason: Reason::Home,
+            other: None,
+        });
+        let chosen = own.or_else(|| world.policy.choose(&pool, world.rng));
+        let pool = pool.with_silent();
+        match chosen.or_else(|| world.policy.choose(&pool, world.rng)) {
             Some(choice) => self.offer(choice, world.corrections),
             None => {
                 let why = pool.why_empty();

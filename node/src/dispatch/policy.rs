@@ -61,6 +61,8 @@ pub enum Reason {
     Drawn,
     /// Named by a redirect.
     Redirected,
+    /// Others did not answer, and the node where the client is can do it itself.
+    Home,
 }
 
 impl Reason {
@@ -75,6 +77,7 @@ impl Reason {
             Self::FewestRequests => "fewest-requests",
             Self::Drawn => "drawn",
             Self::Redirected => "redirected",
+            Self::Home => "home",
         }
     }
 }
@@ -129,12 +132,14 @@ impl Score {
     }
 }
 
-/// Blocks to prefill, and one for each request: 16 tokens of prefill and the steps of one more request beside it cost a
-/// newcomer about the same (`docs/decisions/2026-11-30-dispatch.md` has what was tried).
+/// Blocks to prefill, and one for each request, the newcomer included, times what a step takes there: a slower node has
+/// more before it. 16 tokens of prefill and the steps of one more request cost a newcomer about the same
+/// (`docs/decisions/2026-11-30-dispatch.md` has what was tried).
 fn work(candidate: &Candidate) -> u64 {
     let load = &candidate.load;
     let blocks = u64::from(load.prefill_backlog.0) / u64::from(candidate.block_size.tokens().get());
-    blocks + u64::from(load.running) + u64::from(load.queued)
+    let ahead = blocks + u64::from(load.running) + u64::from(load.queued);
+    (ahead + 1) * u64::from(load.step_time_us.max(1))
 }
 
 /// A policy with the little it remembers.

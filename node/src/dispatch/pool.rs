@@ -85,10 +85,14 @@ impl Sight for ClusterView {
 ///
 /// A charge stands from the moment an offer leaves until its answer arrives. The answer carries a
 /// load that contains the reservation, so from then on the correction is that load itself.
+///
+/// A node that did not answer is the last choice until something newer is heard of it: one that is dead or cut off stays in the
+/// view for some gossip rounds, and costs one deadline in that time and not one for each request.
 #[derive(Debug, Default)]
 pub struct Corrections {
     heard: BTreeMap<NodeId, (LoadSummary, Timestamp)>,
     charges: BTreeMap<NodeId, Blocks>,
+    silent: BTreeMap<NodeId, Timestamp>,
 }
 
 impl Corrections {
@@ -98,6 +102,15 @@ impl Corrections {
         if load.is_newer_than(&entry.0) {
             *entry = (load, now);
         }
+    }
+
+    /// A node did not answer in time.
+    pub fn silent(&mut self, node: NodeId, now: Timestamp) {
+        self.silent.insert(node, now);
+    }
+
+    fn is_silent(&self, node: NodeId, heard: Timestamp) -> bool {
+        self.silent.get(&node).is_some_and(|since| *since >= heard)
     }
 
     /// Counts blocks offered to a node.
@@ -118,6 +131,13 @@ impl Corrections {
     /// Forgets nodes that left the view, which bounds the table by the view.
     pub fn forget_absent(&mut self, view: &ClusterView) {
         self.heard.retain(|node, _| view.row(*node).is_some());
+        self.silent.retain(|node, _| view.row(*node).is_some());
+    }
+
+    /// Forgets what was heard before a moment, which bounds the tables where no view does.
+    pub fn forget_before(&mut self, moment: Timestamp) {
+        self.heard.retain(|_, (_, heard)| *heard >= moment);
+        self.silent.retain(|_, since| *since >= moment);
     }
 
     /// Blocks offered to a node and not yet answered.
@@ -185,6 +205,7 @@ pub struct Pool<'a> {
     need: &'a Need,
     now: Timestamp,
     max_age: Duration,
+    with_silent: bool,
 }
 
 impl<'a> Pool<'a> {
@@ -202,6 +223,16 @@ impl<'a> Pool<'a> {
             need,
             now,
             max_age,
+            with_silent: false,
+        }
+    }
+
+    /// The same with the nodes that did not answer: for when there are no others.
+    #[must_use]
+    pub fn with_silent(self) -> Self {
+        Self {
+            with_silent: true,
+            ..self
         }
     }
 
@@ -216,7 +247,8 @@ impl<'a> Pool<'a> {
         }
         let (load, received) = self.corrections.newest(seen)?;
         let age = self.now.since(received);
-        if load.readiness != Readiness::Ready || age > self.max_age {
+        let silent = !self.with_silent && self.corrections.is_silent(node, received);
+        if load.readiness != Readiness::Ready || age > self.max_age || silent {
             return None;
         }
         Some(Candidate {

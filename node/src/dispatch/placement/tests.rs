@@ -34,6 +34,7 @@ impl Course {
 
     fn step(&mut self, act: impl FnOnce(&mut Placement, &mut World<'_>) -> Step) -> Step {
         let mut world = World {
+            this: NodeId(3),
             now: at(0),
             view: &self.view,
             corrections: &mut self.corrections,
@@ -102,6 +103,47 @@ fn an_accepted_offer_is_submitted_and_its_charge_taken_back() {
         }
     );
     assert_eq!(course.corrections.charged(NodeId(1)), Blocks::ZERO);
+}
+
+#[test]
+fn after_silence_the_last_offer_is_to_the_home_itself() {
+    // Its home is the fullest of all.
+    let used = [10, 20, 90, 30, 40, 50];
+    let rows = (1..).zip(used);
+    let rows: Vec<_> = rows
+        .map(|(node, used)| row(node, load(used, 1, 0), at(0)))
+        .collect();
+    let mut course = Course::among(rows.clone());
+    course.placement.limits.max_offers = 3;
+    assert_eq!(offered(course.start()), 1);
+    assert_eq!(offered(course.silence()), 2);
+    let last = course.silence();
+    assert_eq!(offered(last), 3);
+    assert!(matches!(last, Step::Offer { choice, .. } if choice.reason == Reason::Home));
+    assert_eq!(course.silence(), Step::GiveUp(GiveUp::Unavailable));
+    // Refusals are answers: the policy goes on choosing.
+    let mut course = Course::among(rows);
+    course.placement.limits.max_offers = 3;
+    let full = || Answer::Refuse(RefuseReason::QueueFull);
+    assert_eq!(offered(course.start()), 1);
+    assert_eq!(offered(course.answer(full())), 2);
+    assert_eq!(offered(course.answer(full())), 4);
+}
+
+#[test]
+fn a_node_that_did_not_answer_is_left_alone_until_it_is_heard_of_again() {
+    let mut course = Course::among(three());
+    assert_eq!(offered(course.start()), 1);
+    assert_eq!(offered(course.silence()), 2);
+    // For every other request, too.
+    course.placement = Placement::new(need(10), course.placement.limits);
+    assert_eq!(offered(course.start()), 2);
+    course.view = view(vec![
+        row(1, load(10, 1, 0), at(1)),
+        row(2, load(20, 1, 0), at(0)),
+    ]);
+    course.placement = Placement::new(need(10), course.placement.limits);
+    assert_eq!(offered(course.start()), 1);
 }
 
 #[test]
