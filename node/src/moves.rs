@@ -18,6 +18,8 @@ mod tests;
 mod watch;
 mod ways;
 
+pub(crate) use judge::room_for;
+
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;

@@ -7,14 +7,14 @@
 //! What keeps it calm: a gap between *short* and *plenty*, a minimum gain, a request rests after each move, a budget of
 //! bytes, and the slots of source and target.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use shoal_gossip::{
     BlockSize, Blocks, ByteCount, LoadSummary, NodeId, RequestId, Timestamp, Tokens,
 };
 
-use crate::dispatch::{Candidate, Freeness};
+use crate::dispatch::{Candidate, Freeness, Need, Pool, World};
 use crate::engine::moving::{JobPhase, JobStatus};
 
 /// When a request is moved.
@@ -34,6 +34,30 @@ pub struct RescheduleLimits {
     pub slots_out: usize,
     /// Bytes of KV that may leave in a second.
     pub bytes_per_second: u64,
+}
+
+impl RescheduleLimits {
+    /// Two others at random among those that serve the model and have plenty, by loads of at most this age.
+    pub fn draw(
+        &self,
+        model: &str,
+        max_age: Duration,
+        world: &mut World<'_>,
+    ) -> (Option<Candidate>, Option<Candidate>) {
+        let need = Need {
+            model: model.to_owned(),
+            prompt: Tokens::ZERO,
+            generated: Tokens::ZERO,
+            excluded: BTreeSet::from([world.this]),
+        };
+        let pool = Pool::new(world.view, world.corrections, &need, world.now, max_age);
+        pool.two_that(|it| self.has_plenty(&it.load), world.rng)
+    }
+
+    /// Whether a node has plenty: one to draw from.
+    pub fn has_plenty(&self, load: &LoadSummary) -> bool {
+        Freeness::for_migration(load) > self.high
+    }
 }
 
 /// One decision, with the numbers it was made on.
@@ -104,17 +128,17 @@ impl Rescheduler {
         }
     }
 
+    /// When it moves requests.
+    pub fn limits(&self) -> &RescheduleLimits {
+        &self.limits
+    }
+
     /// Whether this node is short, has a slot, and should look for a target.
     pub fn is_short(&self, own: &LoadSummary, leaving: usize) -> bool {
         leaving < self.limits.slots_out && Freeness::for_migration(own) < self.limits.low
     }
 
-    /// Whether a node has plenty: one to draw from.
-    pub fn has_plenty(&self, load: &LoadSummary) -> bool {
-        Freeness::for_migration(load) > self.limits.high
-    }
-
-    /// Decides. `two` were drawn at random among the nodes that have plenty. A decision counts against the budget and
+    /// Decides. `two` were [drawn](RescheduleLimits::draw). A decision counts against the budget and
     /// lets the request rest.
     pub fn decide(
         &mut self,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use shoal_gossip::{Blocks, NodeId, Readiness, Tokens};
+use shoal_gossip::{BlockSize, Blocks, NodeId, Readiness, Tokens};
 use shoal_migrate::transfer::{KvReceiver, Parcel, ParcelHeader, ParcelKind, Rejection};
 use shoal_migrate::{CopyMode, MoveReason, MoveRefusal, Proposal, ProposalAnswer, SessionLimits};
 use tokio::sync::oneshot;
@@ -114,21 +114,29 @@ impl Moves {
 
     /// Room for what exists and for what comes during the copy.
     pub(super) fn room_for(&self, proposal: &Proposal) -> ReserveAsk {
-        let tokens = match proposal.mode {
-            CopyMode::Waiting => proposal.known + Tokens(1),
-            CopyMode::Kv | CopyMode::Recompute => (proposal.known + GROWTH).min(proposal.longest),
-        };
-        ReserveAsk {
-            demand: self
-                .engine
-                .facts()
-                .block_size
-                .blocks_for(tokens)
-                .max(Blocks(1)),
-            // The engine's own lease is the last resort: the session's is shorter.
-            lease: self.settings.limits.lease + self.settings.limits.grace,
-            at_once: true,
-        }
+        let tokens = (proposal.known, proposal.longest);
+        let block_size = self.engine.facts().block_size;
+        room_for(proposal.mode, tokens, block_size, &self.settings.limits)
+    }
+}
+
+/// What a target keeps for a request that is to come: for the tokens that exist, and some that are drawn during the copy, up
+/// to its longest.
+pub(crate) fn room_for(
+    mode: CopyMode,
+    (known, longest): (Tokens, Tokens),
+    block_size: BlockSize,
+    limits: &SessionLimits,
+) -> ReserveAsk {
+    let tokens = match mode {
+        CopyMode::Waiting => known + Tokens(1),
+        CopyMode::Kv | CopyMode::Recompute => (known + GROWTH).min(longest),
+    };
+    ReserveAsk {
+        demand: block_size.blocks_for(tokens).max(Blocks(1)),
+        // The engine's own lease is the last resort: the session's is shorter.
+        lease: limits.lease + limits.grace,
+        at_once: true,
     }
 }
 

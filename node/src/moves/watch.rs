@@ -1,16 +1,14 @@
 //! The shell of the rescheduling core: looks every so often, draws two, and begins the move that was decided.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use shoal_gossip::{ByteCount, Tokens};
+use shoal_gossip::ByteCount;
 use shoal_migrate::{CopyManner, MoveReason};
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-use crate::dispatch::{Need, Pool};
 use crate::engine::moving::MovingEngine;
 use crate::moves::{Moves, source};
 use crate::reschedule::{Decision, Here, RescheduleLimits, Rescheduler};
@@ -48,22 +46,10 @@ fn look(moves: &Moves, core: &mut Rescheduler, max_view_age: Duration) -> Option
     let moving = moves.engine.moving()?;
     let facts = moves.engine.facts();
     let jobs = moving.jobs();
-    let need = Need {
-        model: facts.models.first()?.id.clone(),
-        prompt: Tokens::ZERO,
-        generated: Tokens::ZERO,
-        excluded: BTreeSet::from([moves.this]),
-    };
-    let two = moves.knowledge.decide(|world| {
-        let pool = Pool::new(
-            world.view,
-            world.corrections,
-            &need,
-            world.now,
-            max_view_age,
-        );
-        pool.two_that(|candidate| core.has_plenty(&candidate.load), world.rng)
-    });
+    let model = &facts.models.first()?.id;
+    let two = moves
+        .knowledge
+        .decide(|world| core.limits().draw(model, max_view_age, world));
     let here = Here {
         load: &load,
         jobs: &jobs,

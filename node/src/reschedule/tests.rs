@@ -116,13 +116,13 @@ fn short_and_plenty_are_apart_at_their_edges() {
     assert!(!core.is_short(&load(90, 1), 0));
     assert!(core.is_short(&load(91, 1), 0));
     assert!(!core.is_short(&load(91, 1), 2), "no slot is free");
-    assert!(!core.has_plenty(&load(70, 1)));
-    assert!(core.has_plenty(&load(69, 1)));
+    assert!(!core.limits().has_plenty(&load(70, 1)));
+    assert!(core.limits().has_plenty(&load(69, 1)));
     let draining = LoadSummary {
         readiness: Readiness::Draining,
         ..load(0, 0)
     };
-    assert!(!core.has_plenty(&draining));
+    assert!(!core.limits().has_plenty(&draining));
 }
 
 #[test]
