@@ -12,6 +12,9 @@
 
 mod agenda;
 mod central;
+mod event;
+mod fail;
+mod fault;
 mod gossip;
 mod hand_over;
 mod mesh;
@@ -27,6 +30,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use shoal_gossip::Tokens;
 
+pub use fault::{Fault, FaultKind, NoFault};
 pub use gossip::GossipModel;
 
 use crate::config::NodeConfig;
@@ -139,6 +143,8 @@ pub struct Plan {
     /// Freeness below which the central `llumnix` moves requests away, and above which it moves them to, in blocks a
     /// request.
     pub llumnix: (u32, u32),
+    /// What goes wrong. Nodes are below the number of nodes.
+    pub faults: Vec<Fault>,
     /// The settings of every node, as its flags give them.
     pub node: NodeConfig,
     /// What chance does.
@@ -158,6 +164,8 @@ pub struct Run {
     pub events: u64,
     /// Offers that a host answered by naming another node.
     pub redirects: u64,
+    /// Requests that were placed again because their host was lost, each time counted.
+    pub replays: u64,
     /// Hand-overs that began, and those that ended with the request at its target.
     pub moves: (u64, u64),
 }
@@ -168,6 +176,9 @@ pub enum SimulateError {
     /// No node, or no entry.
     #[error("there must be at least one node, and as many entries as there are nodes or fewer")]
     NoNodes,
+    /// A fault of a node that is not there.
+    #[error("the fault {0} is of a node that is not there: nodes are counted from 0")]
+    Fault(String),
     /// A profile that no engine can have.
     #[error("the profile {name} cannot be simulated: {why}")]
     Profile {
@@ -189,6 +200,13 @@ pub fn run(
 ) -> Result<Run, SimulateError> {
     if plan.nodes.is_empty() || plan.entries == 0 || plan.entries > plan.nodes.len() {
         return Err(SimulateError::NoNodes);
+    }
+    let unknown = |fault: &&Fault| {
+        let node = fault.what.node();
+        node.is_some_and(|node| node >= plan.nodes.len())
+    };
+    if let Some(fault) = plan.faults.iter().find(unknown) {
+        return Err(SimulateError::Fault(fault.to_string()));
     }
     let mesh = mesh::Mesh::new(plan, arrivals)?;
     Ok(mesh.run(watch))

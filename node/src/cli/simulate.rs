@@ -15,7 +15,7 @@ use crate::config::{self, ConfigError};
 use crate::engine::sim::{Profile, ProfileError};
 use crate::report::{self, Progress, Spread, Summary};
 use crate::simulate::suite::{self, Case, Done, Job, SuiteError};
-use crate::simulate::{GossipModel, Network, Plan, Scheduling};
+use crate::simulate::{Fault, GossipModel, Network, Plan, Scheduling};
 use crate::workload::{Workload, WorkloadArgs, WorkloadError};
 
 /// Requests of each case of a suite, as many as the paper's.
@@ -90,6 +90,13 @@ pub(super) struct SimulateArgs {
     /// Unit: KV blocks a request.
     #[arg(long, value_name = "BLOCKS", default_value_t = 30)]
     llumnix_above: u32,
+
+    /// Something that goes wrong at a moment; may be given often.
+    ///
+    /// SECONDS:kill:NODE · join:NODE (not there before, if it is its first) · drain:NODE · slow:NODE:TIMES · cut:NODES (the first
+    /// so many from the others) · heal. Nodes are counted from 0.
+    #[arg(long = "fault", value_name = "FAULT")]
+    faults: Vec<Fault>,
 
     /// Seed of everything that chance does. The same seed gives the same run.
     #[arg(long, value_name = "N", default_value_t = 1)]
@@ -226,6 +233,7 @@ fn plan(args: &SimulateArgs) -> Result<Plan, Failure> {
         queue_limit: args.queue_limit,
         context: None,
         llumnix: (args.llumnix_below, args.llumnix_above),
+        faults: args.faults.clone(),
         node,
         seed: args.seed,
     })

@@ -25,6 +25,8 @@ mod read;
 mod submit;
 pub(in crate::mesh) mod transport;
 
+pub(crate) use self::transport::IDLE_MS;
+
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;

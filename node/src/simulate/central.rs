@@ -6,7 +6,8 @@ use shoal_migrate::MoveReason;
 use crate::dispatch::Freeness;
 use crate::engine::moving::JobPhase;
 use crate::simulate::Scheduling;
-use crate::simulate::mesh::{Event, Mesh};
+use crate::simulate::event::Event;
+use crate::simulate::mesh::Mesh;
 use crate::workload::Arrival;
 
 impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {

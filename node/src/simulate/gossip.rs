@@ -21,6 +21,29 @@ const DELAY_PERMILLE: [u64; 11] = [60, 230, 350, 470, 580, 696, 820, 960, 1130, 
 /// Lost words in a row at most: that many intervals later the next round has long come.
 const MOST_LOST: u64 = 32;
 
+/// Intervals without a word after which a node is dead to whoever waits for it: what chitchat's failure detector (phi 8) takes
+/// at the intervals that were measured.
+pub(super) const DEAD_AFTER: u32 = 7;
+
+/// A time in which the first so many nodes and the others did not hear each other.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cut {
+    pub(super) nodes: usize,
+    pub(super) from: Timestamp,
+    pub(super) until: Option<Timestamp>,
+}
+
+impl Cut {
+    fn separates(&self, one: usize, other: usize) -> bool {
+        (one < self.nodes) != (other < self.nodes)
+    }
+
+    /// Whether a word that was on its way in this time was lost.
+    fn lost(&self, said: Timestamp, arrival: Timestamp) -> bool {
+        arrival >= self.from && self.until.is_none_or(|until| said < until)
+    }
+}
+
 /// How words travel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GossipModel {
@@ -52,6 +75,8 @@ pub(super) struct Words {
     seed: u64,
     kept: usize,
     speakers: Vec<Speaker>,
+    /// In order of time; only the last may go on.
+    pub(super) cuts: Vec<Cut>,
 }
 
 impl Words {
@@ -75,6 +100,7 @@ impl Words {
             seed,
             kept: (rounds + lost + 2).min(4096),
             speakers: speakers.collect(),
+            cuts: Vec::new(),
         }
     }
 
@@ -121,15 +147,28 @@ impl Words {
         self.model.extra + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
     }
 
+    /// Whether packets go from one node to the other.
+    pub(super) fn connected(&self, one: usize, other: usize, now: Timestamp) -> bool {
+        let cuts = self.cuts.iter().filter(|cut| cut.separates(one, other));
+        !cuts.into_iter().any(|cut| cut.lost(now, now))
+    }
+
+    /// What one node knows of another; nothing when it takes it for dead.
     fn seen(&self, reader: usize, place: usize, now: Timestamp) -> Option<Seen<'_>> {
         let speaker = self.speakers.get(place)?;
-        let arrivals = speaker.words.iter().rev().map(|word| {
+        let newest = speaker.words.iter().rev().find_map(|word| {
             let arrived = word.at + self.delay(reader, place, word.round);
-            (word.load, arrived)
+            let mut cuts = self.cuts.iter().filter(|cut| cut.separates(reader, place));
+            let lost = cuts.any(|cut| cut.lost(word.at, arrived));
+            (arrived <= now && !lost).then_some((word.load, arrived))
         });
+        let patience = self.model.interval * DEAD_AFTER;
+        if newest.is_some_and(|(_, arrived)| !patience.is_zero() && now.since(arrived) > patience) {
+            return None;
+        }
         Some(Seen {
             facts: &speaker.facts,
-            load: arrivals.into_iter().find(|(_, arrived)| *arrived <= now),
+            load: newest,
         })
     }
 }

@@ -3,7 +3,7 @@
 
 mod acts;
 
-use shoal_gossip::{Blocks, Timestamp, Tokens};
+use shoal_gossip::{Timestamp, Tokens};
 use shoal_migrate::session::{
     Claim, Outcome, SourceAction, SourceInput, SourcePlan, SourceSession, TargetAction,
     TargetInput, TargetPlan, TargetSession,
@@ -12,17 +12,16 @@ use shoal_migrate::{
     ClaimAnswer, CopyMode, MigrationId, MoveReason, MoveRefusal, SessionLimits, StageIndex,
 };
 
-use crate::dispatch::{Freeness, Need, Pool};
+use crate::dispatch::Freeness;
+use crate::engine::ReservationId;
 use crate::engine::batched::SeqKey;
 use crate::engine::moving::{JobPhase, JobStatus};
-use crate::engine::{ReservationId, ReserveAsk};
+use crate::moves::room_for;
 use crate::reschedule::Here;
+use crate::simulate::event::Event;
 use crate::simulate::gossip::place_of;
-use crate::simulate::mesh::{Event, MODEL, Mesh};
+use crate::simulate::mesh::{MODEL, Mesh};
 use crate::workload::Arrival;
-
-/// Room that a target keeps for tokens drawn during the copy, as a node does.
-const GROWTH: Tokens = Tokens(64);
 
 /// What an engine does for a hand-over between two steps.
 #[derive(Debug)]
@@ -79,8 +78,9 @@ pub(super) struct HandOver {
     output: u32,
     computed: Tokens,
     last_from: Tokens,
-    /// Sides that are not over.
-    sides: u8,
+    /// Sides that are over.
+    source_over: bool,
+    target_over: bool,
 }
 
 impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
@@ -91,18 +91,9 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
         if !self.nodes[at].rescheduler.is_short(&load, leaving) {
             return;
         }
-        let need = Need {
-            model: MODEL.to_owned(),
-            prompt: Tokens::ZERO,
-            generated: Tokens::ZERO,
-            excluded: [self.nodes[at].id].into(),
-        };
         let max_age = self.settings.host.max_view_age;
-        let high = self.settings.moves.accept_above;
-        let two = self.decide(at, |world| {
-            let pool = Pool::new(world.view, world.corrections, &need, world.now, max_age);
-            pool.two_that(|it| Freeness::for_migration(&it.load) > high, world.rng)
-        });
+        let limits = *self.nodes[at].rescheduler.limits();
+        let two = self.decide(at, |world| limits.draw(MODEL, max_age, world));
         let jobs = self.nodes[at].jobs(&self.requests);
         let here = Here {
             load: &load,
@@ -173,7 +164,8 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
                 output: 0,
                 computed: Tokens::ZERO,
                 last_from: Tokens::ZERO,
-                sides: 1,
+                source_over: false,
+                target_over: false,
             },
         );
         self.perform_source(id, actions);
@@ -193,7 +185,7 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
 
     fn source(&mut self, id: u64, input: SourceInput) {
         let now = self.now;
-        let Some(it) = self.hand_overs.get_mut(&id) else {
+        let Some(it) = self.hand_overs.get_mut(&id).filter(|it| !it.source_over) else {
             return;
         };
         let mut actions = Vec::new();
@@ -203,11 +195,8 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
 
     fn target(&mut self, id: u64, input: TargetInput) {
         let now = self.now;
-        let Some(session) = self
-            .hand_overs
-            .get_mut(&id)
-            .and_then(|it| it.target.as_mut())
-        else {
+        let it = self.hand_overs.get_mut(&id).filter(|it| !it.target_over);
+        let Some(session) = it.and_then(|it| it.target.as_mut()) else {
             return;
         };
         let mut actions = Vec::new();
@@ -226,18 +215,9 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
             || Freeness::for_migration(&load) > self.settings.moves.accept_above;
         let same = self.nodes[to].bytes_per_token == self.nodes[from].bytes_per_token;
         let known = self.requests[request].prompt + Tokens(self.requests[request].drawn);
-        let room = match it.mode {
-            CopyMode::Waiting => known + Tokens(1),
-            CopyMode::Kv | CopyMode::Recompute => known + GROWTH,
-        };
-        let block_size = self.words.facts(to).block_size;
-        let longest = self.nodes[to].batcher.config().longest();
+        let config = self.nodes[to].batcher.config();
         let limits = self.settings.moves.limits;
-        let ask = ReserveAsk {
-            demand: block_size.blocks_for(room).max(Blocks(1)).min(longest),
-            lease: limits.lease + limits.grace,
-            at_once: true,
-        };
+        let ask = room_for(it.mode, (known, config.context), config.block_size, &limits);
         let busy = self.nodes[to].arriving >= self.settings.moves.slots_in;
         let answer = if !same {
             Err(MoveRefusal::Incompatible("another KV".to_owned()))
@@ -284,7 +264,6 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
         };
         it.reservation = Some(reservation);
         it.target = Some(TargetSession::new(plan, now));
-        it.sides += 1;
         let to = it.to;
         self.nodes[to].arriving += 1;
         self.tick_target(id);
@@ -305,8 +284,10 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
             true => Word::Target(TargetInput::Claimed(answer)),
             false => Word::Source(SourceInput::Claimed(answer)),
         };
-        if by_target && matches!(answer, ClaimAnswer::Granted { .. }) {
+        if matches!(answer, ClaimAnswer::Granted { .. }) {
+            // If the home was placing it again, it takes the claim instead.
             request.host = Some(by);
+            request.placement = None;
         }
         self.send((home, by), Event::HandOver { id, word });
     }
@@ -374,7 +355,7 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
                 }
                 SourceAction::End(_) => {
                     self.nodes[from].leaving -= 1;
-                    self.end_side(id);
+                    self.end_side(id, from);
                 }
             }
         }
@@ -412,7 +393,7 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
                         self.counts.moved += 1;
                     }
                     self.nodes[to].arriving -= 1;
-                    self.end_side(id);
+                    self.end_side(id, to);
                 }
             }
         }
@@ -459,12 +440,28 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
         self.kick(to);
     }
 
-    fn end_side(&mut self, id: u64) {
+    /// Ends the part that a node has in a hand-over.
+    fn end_side(&mut self, id: u64, node: usize) {
         if let Some(it) = self.hand_overs.get_mut(&id) {
-            it.sides -= 1;
-            if it.sides == 0 {
+            it.source_over |= it.from == node;
+            it.target_over |= it.to == node;
+            if it.source_over && (it.target.is_none() || it.target_over) {
                 self.hand_overs.remove(&id);
             }
+        }
+    }
+
+    /// A node is gone, and with it its part in all hand-overs.
+    pub(super) fn end_sides_of(&mut self, node: usize) {
+        let of_node = |(_, it): &(&u64, &HandOver)| it.from == node || it.to == node;
+        let ids: Vec<u64> = self
+            .hand_overs
+            .iter()
+            .filter(of_node)
+            .map(|(id, _)| *id)
+            .collect();
+        for id in ids {
+            self.end_side(id, node);
         }
     }
 

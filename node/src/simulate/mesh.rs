@@ -7,17 +7,18 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use shoal_gossip::{LoadSummary, Timestamp, Tokens};
 
-use crate::dispatch::{Candidate, Placement, World};
-use crate::engine::batched::SeqKey;
+use crate::dispatch::{Placement, World};
+use crate::engine::batched::Drawn;
 use crate::engine::sim::SimConfig;
+use crate::home::HomeSettings;
 use crate::host::HostSettings;
-use crate::mesh::messages::Answer;
 use crate::moves::MoveSettings;
 use crate::node::settings;
 use crate::report::{FleetSample, Series, stuck_blocks};
 use crate::simulate::agenda::Agenda;
+use crate::simulate::event::Event;
 use crate::simulate::gossip::Words;
-use crate::simulate::hand_over::{HandOver, Word};
+use crate::simulate::hand_over::HandOver;
 use crate::simulate::node::Node;
 use crate::simulate::request::Request;
 use crate::simulate::{Plan, Run, Scheduling, SimulateError};
@@ -35,60 +36,11 @@ const SAMPLE_EVERY: Duration = Duration::from_millis(250);
 /// Events between two looks of the watcher.
 const WATCH_EVERY: u64 = 1_000;
 
-/// What happens at a moment. Nodes and requests by place.
-#[derive(Debug)]
-pub(super) enum Event {
-    /// The next request arrives.
-    Arrival(Arrival),
-    /// A node says its load.
-    Publish(usize),
-    /// A node looks whether something should leave it.
-    Look(usize),
-    /// The state of all nodes is noted.
-    Sample,
-    /// The central scheduler pairs nodes.
-    Pair,
-    /// A step of an engine ends.
-    StepEnd(usize),
-    /// A promise of an engine ends.
-    Wake(usize),
-    /// An offer reaches a host.
-    Offer { request: usize, at: usize, hops: u8 },
-    /// Probes reach those that a host asks.
-    Probe {
-        request: usize,
-        by: usize,
-        asked: Vec<Candidate>,
-    },
-    /// Their answers reach the host.
-    Probed {
-        request: usize,
-        by: usize,
-        asked: Vec<Candidate>,
-    },
-    /// A host's answer reaches the home.
-    Answer {
-        request: usize,
-        answer: Answer,
-        load: LoadSummary,
-    },
-    /// A submission reaches a host.
-    Submit {
-        request: usize,
-        to: usize,
-        reservation: Option<u64>,
-    },
-    /// The host's refusal of a submission reaches the home.
-    Refused { request: usize, from: usize },
-    /// Something of a hand-over.
-    HandOver { id: u64, word: Word },
-}
-
 /// Parts of a node's settings that the cores are given.
 #[derive(Debug)]
 pub(super) struct Settings {
     pub(super) host: HostSettings,
-    pub(super) placement: crate::dispatch::PlacementLimits,
+    pub(super) home: HomeSettings,
     pub(super) moves: MoveSettings,
     pub(super) look_every: Option<Duration>,
 }
@@ -100,6 +52,7 @@ pub(super) struct Counts {
     pub(super) redirects: u64,
     pub(super) begun: u64,
     pub(super) moved: u64,
+    pub(super) replays: u64,
 }
 
 pub(super) struct Mesh<'a, A> {
@@ -140,12 +93,11 @@ impl<'a, A: Iterator<Item = Arrival>> Mesh<'a, A> {
             facts.push(node.facts(&config, profile));
             nodes.push(node);
         }
-        let home = settings::home_settings(&plan.node);
         let mut mesh = Self {
             plan,
             settings: Settings {
                 host: settings::host_settings(&plan.node),
-                placement: home.placement,
+                home: settings::home_settings(&plan.node),
                 moves: settings::move_settings(&plan.node),
                 look_every: plan.node.moves.interval,
             },
@@ -192,6 +144,7 @@ impl<'a, A: Iterator<Item = Arrival>> Mesh<'a, A> {
         {
             self.agenda.enter(self.now + every, Event::Pair);
         }
+        self.begin_faults();
         self.agenda.enter(self.now, Event::Sample);
         self.next_arrival();
     }
@@ -232,6 +185,7 @@ impl<'a, A: Iterator<Item = Arrival>> Mesh<'a, A> {
             events: self.counts.events,
             redirects: self.counts.redirects,
             moves: (self.counts.begun, self.counts.moved),
+            replays: self.counts.replays,
         }
     }
 
@@ -242,8 +196,15 @@ impl<'a, A: Iterator<Item = Arrival>> Mesh<'a, A> {
                 self.next_arrival();
             }
             Event::Publish(node) => {
-                let load = self.nodes[node].load();
-                self.words.say(node, self.now, load);
+                if self.nodes[node].alive {
+                    let load = self.nodes[node].load();
+                    self.words.say(node, self.now, load);
+                }
+                let known = self.settings.host.max_view_age;
+                let long_ago = self.now.since(Timestamp::since_start(known));
+                self.nodes[node]
+                    .corrections
+                    .forget_before(Timestamp::since_start(long_ago));
                 self.agenda
                     .enter(self.now + self.plan.gossip.interval, Event::Publish(node));
             }
@@ -280,14 +241,33 @@ impl<'a, A: Iterator<Item = Arrival>> Mesh<'a, A> {
             } => self.submitted(request, to, reservation),
             Event::Refused { request, from } => self.refused(request, from),
             Event::HandOver { id, word } => self.hand_over_word(id, word),
+            Event::Fault(place) => self.fault(place),
+            Event::Arrives { from, to, event } => match self.reaches(from, to) {
+                true => self.handle(*event),
+                false => self.undelivered(*event),
+            },
+            Event::NoAnswer { request } => self.no_answer(request),
+            Event::NoStart { request, to } => self.no_start(request, to),
+            Event::Silence {
+                request,
+                host,
+                life,
+            } => self.silence(request, host, life),
         }
     }
 
     fn arrive(&mut self, arrival: &Arrival) {
-        let home = self.rng.random_range(0..self.plan.entries);
+        let drawn = self.rng.random_range(0..self.plan.entries);
+        // Clients leave out entries that do not answer; when none does, they ask in vain.
+        let turns = (drawn..self.plan.entries).chain(0..drawn);
+        let mut alive = turns.filter(|entry| self.nodes[*entry].alive);
+        let home = alive.next().unwrap_or(drawn);
         let serial = self.requests.len();
         self.requests.push(Request::new(serial, home, arrival));
         self.open += 1;
+        if !self.nodes[home].alive {
+            return self.over(serial, Some("no entry"));
+        }
         if self.plan.scheduling.policy().is_some() {
             self.place(serial);
         } else {
@@ -332,7 +312,21 @@ impl<'a, A: Iterator<Item = Arrival>> Mesh<'a, A> {
 
     /// Has something happen at `to` that `from` sends now.
     pub(super) fn send(&mut self, (from, to): (usize, usize), event: Event) {
-        self.agenda.enter(self.now + self.latency(from, to), event);
+        let at = self.now + self.latency(from, to);
+        self.deliver(at, (from, to), event);
+    }
+
+    /// Has something that `from` sent happen at `to` at a later time, if it comes through.
+    pub(super) fn deliver(&mut self, at: Timestamp, (from, to): (usize, usize), event: Event) {
+        let event = match self.plan.faults.is_empty() {
+            true => event,
+            false => Event::Arrives {
+                from,
+                to,
+                event: Box::new(event),
+            },
+        };
+        self.agenda.enter(at, event);
     }
 
     /// Lends a node's knowledge to a core.
@@ -348,6 +342,7 @@ impl<'a, A: Iterator<Item = Arrival>> Mesh<'a, A> {
         let node = &mut self.nodes[at];
         node.corrections.hear(node.id, own, self.now);
         act(&mut World {
+            this: node.id,
             now: self.now,
             view: &view,
             corrections: &mut node.corrections,
@@ -366,6 +361,9 @@ impl<'a, A: Iterator<Item = Arrival>> Mesh<'a, A> {
         let Some(mut placement) = self.requests[request].placement.take() else {
             return;
         };
+        if self.requests[request].is_over() {
+            return;
+        }
         let step = self.decide(home, |world| act(&mut placement, world));
         self.requests[request].placement = Some(placement);
         self.step(request, step);
@@ -373,7 +371,7 @@ impl<'a, A: Iterator<Item = Arrival>> Mesh<'a, A> {
 
     /// Lets an engine go on: acts first, then the next step.
     pub(super) fn kick(&mut self, node: usize) {
-        if self.nodes[node].is_stepping() {
+        if self.nodes[node].is_stepping() || !self.nodes[node].alive {
             return;
         }
         for act in std::mem::take(&mut self.nodes[node].acts) {
@@ -404,21 +402,34 @@ impl<'a, A: Iterator<Item = Arrival>> Mesh<'a, A> {
     }
 
     fn end_step(&mut self, node: usize) {
-        for drawn in self.nodes[node].end_step() {
-            self.drawn(node, drawn.key, drawn.last);
+        for drawn in self.nodes[node].end_step(self.now) {
+            self.drawn(node, drawn);
         }
         self.kick(node);
     }
 
-    fn drawn(&mut self, node: usize, key: SeqKey, last: bool) {
-        let Some(&request) = self.nodes[node].here.get(&key) else {
+    fn drawn(&mut self, node: usize, drawn: Drawn) {
+        let Some(&request) = self.nodes[node].here.get(&drawn.key) else {
             return;
         };
-        let reaches = self.now + self.latency(node, self.requests[request].home());
-        self.requests[request].token(self.now, reaches);
-        if last {
-            self.nodes[node].remove(key);
-            self.over(request, None);
+        if drawn.last {
+            self.nodes[node].remove(drawn.key);
+        }
+        let it = &self.requests[request];
+        // A copy whose home has given it up goes on until it hears of that.
+        if it.host == Some(node) && !it.is_over() && self.reaches(node, it.home()) {
+            self.received(request, node, drawn.index + 1);
+            if drawn.last {
+                self.over(request, None);
+            }
+        }
+    }
+
+    /// Tokens of a host come to the home, up to this one: what was held up on the way comes with it.
+    pub(super) fn received(&mut self, request: usize, host: usize, up_to: u32) {
+        let reaches = self.now + self.latency(host, self.requests[request].home());
+        while self.requests[request].drawn < up_to {
+            self.requests[request].token(self.now, reaches);
         }
     }
 

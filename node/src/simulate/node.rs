@@ -20,8 +20,13 @@ use crate::simulate::hand_over::Act;
 use crate::simulate::request::Request;
 use crate::simulate::{SimulateError, gossip};
 
-/// The one life of a simulated node.
-const LIFE: Incarnation = Incarnation(1);
+/// A step that is being computed.
+#[derive(Debug)]
+struct Running {
+    plan: StepPlan,
+    took: Duration,
+    ends: Timestamp,
+}
 
 #[derive(Debug)]
 pub(super) struct Node {
@@ -39,7 +44,12 @@ pub(super) struct Node {
     pub(super) here: BTreeMap<SeqKey, usize>,
     /// What the engine does between two steps.
     pub(super) acts: Vec<Act>,
-    running: Option<(StepPlan, Duration)>,
+    running: Option<Running>,
+    /// Whether its process is there, and which life it is.
+    pub(super) alive: bool,
+    pub(super) life: Incarnation,
+    /// How many times as long its steps take.
+    pub(super) slowness: f64,
     /// Until when the engine has nothing to do, if it was told when to look again.
     pub(super) wakes: Option<Timestamp>,
     /// Hand-overs that this node is the source of, and the target of.
@@ -88,6 +98,9 @@ impl Node {
             here: BTreeMap::new(),
             acts: Vec::new(),
             running: None,
+            alive: true,
+            life: Incarnation(1),
+            slowness: 1.0,
             wakes: None,
             leaving: 0,
             arriving: 0,
@@ -103,7 +116,7 @@ impl Node {
         let engine = config.facts(profile);
         Arc::new(NodeFacts {
             node: self.id,
-            incarnation: LIFE,
+            incarnation: self.life,
             peer_id: String::new(),
             protocol: PROTOCOL,
             control: ([127, 0, 0, 1], 1).into(),
@@ -116,15 +129,18 @@ impl Node {
         })
     }
 
-    /// Its exact load. The number rises when it has changed.
+    /// Its exact load. The number rises when it has changed. Of a dead node nothing is known, and it is not ready.
     pub(super) fn load(&mut self) -> LoadSummary {
+        if !self.alive {
+            return LoadSummary::default();
+        }
         if let Some(load) = self.load {
             return load;
         }
         self.seq += 1;
         let mut load = self.batcher.load();
         load.seq = self.seq;
-        load.incarnation = LIFE;
+        load.incarnation = self.life;
         self.load = Some(load);
         load
     }
@@ -147,21 +163,45 @@ impl Node {
         if plan.items.is_empty() {
             return (None, preempted);
         }
-        let took = self.step.step_time(&StepLoad::of_plan(&plan));
-        self.running = Some((plan, took));
+        let step = self.step.step_time(&StepLoad::of_plan(&plan));
+        let took = step.mul_f64(self.slowness);
+        let ends = now + took;
+        self.running = Some(Running { plan, took, ends });
         (Some(took), preempted)
     }
 
-    /// Ends the step: the tokens it drew.
-    pub(super) fn end_step(&mut self) -> Vec<Drawn> {
-        let Some((plan, took)) = self.running.take() else {
+    /// Ends the step that ends now: the tokens it drew. One of a former life is void.
+    pub(super) fn end_step(&mut self, now: Timestamp) -> Vec<Drawn> {
+        let Some(step) = self.running.take_if(|step| step.ends == now) else {
             return Vec::new();
         };
         self.touch();
-        self.batcher.applied(&plan, took)
+        self.batcher.applied(&step.plan, step.took)
     }
 
-    /// Takes a request out of the engine. Whether it was there.
+    /// Its process is gone, with everything in it.
+    pub(super) fn die(&mut self) {
+        self.alive = false;
+        self.batcher.clear();
+        self.here.clear();
+        self.acts.clear();
+        self.running = None;
+        self.wakes = None;
+        (self.leaving, self.arriving) = (0, 0);
+        self.on_its_way = Blocks::ZERO;
+        self.touch();
+    }
+
+    /// A new process under its name, which knows nothing of the former one.
+    pub(super) fn live_again(&mut self) {
+        self.alive = true;
+        self.life = Incarnation(self.life.0 + 1);
+        self.corrections = Corrections::default();
+        self.slowness = 1.0;
+        self.touch();
+    }
+
+    /// Takes a request out of the engine, if it is there.
     pub(super) fn remove(&mut self, key: SeqKey) {
         self.batcher.remove(key);
         self.here.remove(&key);

@@ -14,8 +14,9 @@ use crate::engine::{ReservationId, ReserveAsk};
 use crate::host::promised;
 use crate::mesh::messages::Answer;
 use crate::simulate::Scheduling;
+use crate::simulate::event::Event;
 use crate::simulate::gossip::place_of;
-use crate::simulate::mesh::{Event, MODEL, Mesh};
+use crate::simulate::mesh::{MODEL, Mesh};
 use crate::workload::Arrival;
 
 impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
@@ -24,10 +25,10 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
         let need = Need {
             model: MODEL.to_owned(),
             prompt: self.requests[request].prompt,
-            generated: Tokens::ZERO,
-            excluded: BTreeSet::new(),
+            generated: Tokens(self.requests[request].drawn),
+            excluded: self.requests[request].lost.clone(),
         };
-        self.requests[request].placement = Some(Placement::new(need, self.settings.placement));
+        self.requests[request].placement = Some(Placement::new(need, self.settings.home.placement));
         self.advance(request, Placement::start);
     }
 
@@ -74,13 +75,12 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
             let own = self.nodes[at].load();
             if should_probe(&own, demand, hops, self.settings.host.redirect_below) {
                 let asked = self.two_to_probe(request, at);
-                if let Some(far) = asked.iter().filter_map(|one| place_of(one.node)).next() {
-                    let probe = Event::Probe {
-                        request,
-                        by: at,
-                        asked,
-                    };
-                    return self.send((at, far), probe);
+                if !asked.is_empty() {
+                    let there = self.now + self.plan.network.latency;
+                    let by = at;
+                    return self
+                        .agenda
+                        .enter(there, Event::Probe { request, by, asked });
                 }
             }
         }
@@ -96,7 +96,7 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
         let need = Need {
             model: MODEL.to_owned(),
             prompt: self.requests[request].prompt,
-            generated: Tokens::ZERO,
+            generated: Tokens(self.requests[request].drawn),
             excluded,
         };
         let max_age = self.settings.host.max_view_age;
@@ -107,29 +107,37 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
     }
 
     /// Those that were asked say their exact loads.
-    pub(super) fn probe(&mut self, request: usize, by: usize, asked: Vec<Candidate>) {
-        let mut answers = asked;
-        for candidate in &mut answers {
-            if let Some(place) = place_of(candidate.node) {
-                candidate.load = self.nodes[place].load();
-                candidate.age = Duration::ZERO;
-            }
-        }
-        let Some(far) = answers.iter().filter_map(|one| place_of(one.node)).next() else {
-            return self.answer(request, by);
+    pub(super) fn probe(&mut self, request: usize, by: usize, mut asked: Vec<Candidate>) {
+        let before = asked.len();
+        asked.retain_mut(|candidate| {
+            let Some(place) = place_of(candidate.node).filter(|place| self.reaches(by, *place))
+            else {
+                self.nodes[by].corrections.silent(candidate.node, self.now);
+                return false;
+            };
+            candidate.load = self.nodes[place].load();
+            candidate.age = Duration::ZERO;
+            true
+        });
+        // Whoever says nothing is waited for.
+        let takes = match asked.len() == before {
+            true => self.plan.network.latency,
+            false => self.settings.host.probe_deadline,
         };
-        self.send(
-            (far, by),
-            Event::Probed {
-                request,
-                by,
-                asked: answers,
-            },
-        );
+        self.agenda
+            .enter(self.now + takes, Event::Probed { request, by, asked });
     }
 
     /// The answers are here: points to a better node, or answers itself.
     pub(super) fn probed(&mut self, request: usize, by: usize, asked: &[Candidate]) {
+        if !self.nodes[by].alive {
+            // Its home waits in vain.
+            return self.undelivered(Event::Offer {
+                request,
+                at: by,
+                hops: 0,
+            });
+        }
         let now = self.now;
         for candidate in asked {
             self.nodes[by]
@@ -198,6 +206,10 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
             self.came(request, to);
         }
         let it = &self.requests[request];
+        if it.is_over() || it.host.is_some() {
+            // Its client is gone, or another node has claimed it meanwhile.
+            return;
+        }
         let spec = SeqSpec {
             request: it.id,
             epoch: it.next_epoch(),

@@ -1,8 +1,9 @@
 //! One request, from its arrival to its end.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use shoal_gossip::{Epoch, RequestId, Timestamp, Tokens};
+use shoal_gossip::{Epoch, NodeId, RequestId, Timestamp, Tokens};
 use shoal_migrate::session::Arbiter;
 
 use crate::dispatch::Placement;
@@ -22,8 +23,10 @@ pub(super) struct Request {
     pub(super) placement: Option<Placement>,
     /// Node that runs it, by place.
     pub(super) host: Option<usize>,
-    /// Output drawn.
+    /// Output that its home has.
     pub(super) drawn: u32,
+    /// Hosts that were lost under it.
+    pub(super) lost: BTreeSet<NodeId>,
     arrived: Timestamp,
     first: Option<Timestamp>,
     last: Timestamp,
@@ -51,6 +54,7 @@ impl Request {
             placement: None,
             host: None,
             drawn: 0,
+            lost: BTreeSet::new(),
             arrived,
             first: None,
             last: arrived,

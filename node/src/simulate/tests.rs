@@ -6,6 +6,8 @@ use super::*;
 use crate::config::from_flags;
 use crate::report::{Outcome, Summary};
 
+mod faults;
+
 fn plan(nodes: usize, scheduling: Scheduling) -> Plan {
     let profile = Profile::find("a10/llama-7b").expect("shipped");
     Plan {
@@ -24,6 +26,7 @@ fn plan(nodes: usize, scheduling: Scheduling) -> Plan {
         queue_limit: 10_000,
         context: None,
         llumnix: (10, 30),
+        faults: Vec::new(),
         node: from_flags(["--engine", "sim:a10/llama-7b", "--data-dir", "."]).expect("good"),
         seed: 7,
     }

@@ -282,6 +282,16 @@ impl Batcher {
         }
     }
 
+    /// Drops everything, as a process that ends does.
+    pub fn clear(&mut self) {
+        let keys: Vec<SeqKey> = self.sequences.keys().copied().collect();
+        for key in keys {
+            self.remove(key);
+        }
+        self.release_all();
+        self.readiness = Readiness::Ready;
+    }
+
     /// Stops or resumes the steps of a sequence whose output is not read. It keeps what it holds,
     /// and is the first to be preempted. Unknown keys are ignored.
     pub fn set_paused(&mut self, key: SeqKey, paused: bool) {

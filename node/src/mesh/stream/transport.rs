@@ -12,7 +12,10 @@ use crate::mesh::socket::STREAM_MTU;
 /// A peer from which nothing comes for this long is lost: its streams fail and their requests are
 /// placed again. As long as the state plane takes to call a silent node dead (about 2 s at defaults), and a
 /// margin for hosts that stall.
-const IDLE: VarInt = VarInt::from_u32(3_000);
+const IDLE: VarInt = VarInt::from_u32(IDLE_MS);
+
+/// [`IDLE`] in milliseconds.
+pub(crate) const IDLE_MS: u32 = 3_000;
 
 /// The home sends keep-alives this often, so that two of them may be lost before [`IDLE`] ends. The
 /// host need not: its acknowledgements keep both sides awake, and an idle connection costs half.

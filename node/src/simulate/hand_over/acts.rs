@@ -9,7 +9,8 @@ use shoal_migrate::{CopyMode, StageIndex};
 use super::{Act, Word};
 use crate::engine::batched::{SeqKey, SeqSpec};
 use crate::engine::work::Priority;
-use crate::simulate::mesh::{Event, Mesh};
+use crate::simulate::event::Event;
+use crate::simulate::mesh::Mesh;
 use crate::workload::Arrival;
 
 impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
@@ -39,16 +40,16 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
         let Some(it) = self.hand_overs.get_mut(&id) else {
             return;
         };
-        let (from, to) = (it.from, it.to);
-        let Some(standing) = self.nodes[from].batcher.standing(it.key) else {
+        let ends = (it.from, it.to);
+        let Some(standing) = self.nodes[ends.0].batcher.standing(it.key) else {
             return self.say_source(id, SourceInput::Gone);
         };
         let end = standing.computed.min(start + at_most).max(start);
         it.stage_end = end;
         it.stage_began = now;
-        let arrives = self.carry((from, to), end - start);
+        let arrives = self.carry(ends, end - start);
         let word = Word::Target(TargetInput::StageArrived { stage, start, end });
-        self.agenda.enter(arrives, Event::HandOver { id, word });
+        self.deliver(arrives, ends, Event::HandOver { id, word });
     }
 
     fn pause(&mut self, node: usize, id: u64, from: Tokens) {
@@ -94,7 +95,7 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
             start,
             output,
         });
-        self.agenda.enter(arrives, Event::HandOver { id, word });
+        self.deliver(arrives, ends, Event::HandOver { id, word });
     }
 
     /// When KV of so many tokens is at the other end. A node sends one piece after the other.
@@ -147,6 +148,7 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
         }
         self.nodes[to].touch();
         self.say_target(id, TargetInput::StageImported { stage });
+        let ends = (to, from);
         let back = self.latency(to, from);
         let sent = SourceInput::StageSent {
             stage,
@@ -155,8 +157,7 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
             took: self.now.since(began) + back,
         };
         let word = Word::Source(sent);
-        self.agenda
-            .enter(self.now + back, Event::HandOver { id, word });
+        self.send(ends, Event::HandOver { id, word });
     }
 
     fn complete(&mut self, id: u64) {
