@@ -1,13 +1,18 @@
-"""Starting, watching, killing and stopping nodes on this machine; for the check scripts."""
+"""Starting, watching, killing and stopping nodes on this machine, and loading them; for the check scripts."""
 
 import asyncio
 import json
 import os
+import shutil
+import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 # Seconds a node has to stop by itself after SIGTERM.
 STOP_WITHIN = 15
@@ -60,6 +65,12 @@ def free_ports(count):
     return found
 
 
+def environment():
+    """What a process of ours inherits: no settings that somebody has for nodes of their own."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("SHOAL_")}
+    return kept | {"NO_COLOR": "1"}
+
+
 class Nodes:
     """All nodes of one check."""
 
@@ -88,26 +99,30 @@ class Nodes:
         self.restart(node)
         return node
 
-    def start_mesh(self, count, options=None):
+    def start_mesh(self, count, options=None, seeds=None):
+        """Starts so many nodes that join through the first `seeds` of them, through any if it is not said."""
         if options is not None:
             self.options = options
         ports = free_ports(count)
-        seeds = [f"127.0.0.1:{mesh}" for _, mesh in ports]
+        seeds = [f"127.0.0.1:{mesh}" for _, mesh in ports[:seeds]]
         for number, pair in enumerate(ports, 1):
             self.start(f"node{number}", seeds, pair)
+
+    def engine(self):
+        """Flags that say what runs the model."""
+        pinned = ["--reproducible"] if self.reproducible else []
+        return ["--model", self.model, "--model-id", self.model_id, "--threads", "1", *pinned]
 
     def restart(self, node):
         command = [
             self.binary, "node", "--data-dir", str(node.folder / "data"), "--http-port", str(node.http),
             "--mesh-port", str(node.mesh), "--cluster", "check", "--cluster-key-file", str(self.key),
-            "--model", self.model, "--model-id", self.model_id, "--threads", "1",
-            *(["--reproducible"] if self.reproducible else []), *self.options,
+            *self.engine(), *self.options,
         ]
         if node.seeds:
             command += ["--seeds", ",".join(node.seeds)]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("SHOAL_")}
         with open(node.log, "ab") as log:
-            node.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment | {"NO_COLOR": "1"})
+            node.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
 
     def kill(self, node):
         """SIGKILL; returns the moment."""
@@ -219,3 +234,58 @@ class Nodes:
 
         await self.until(f"{node.name} runs {count} requests", within, time.monotonic(), condition)
         return running
+
+
+class SimulatedNodes(Nodes):
+    """All nodes of a check that needs no model: their engines only take the time of one."""
+
+    def __init__(self, binary, profile, folder):
+        super().__init__(binary, None, None, folder)
+        self.profile = profile
+
+    def engine(self):
+        return ["--engine", f"sim:{self.profile}"]
+
+
+async def load(binary, nodes, arguments):
+    """Runs the load generator against these nodes, used in turn; what it says in JSON."""
+    urls = [word for node in nodes for word in ("--url", node.url)]
+    # Prompts as ids have exactly the length asked for.
+    command = [binary, "bench", "load", "--json", "--prompt-ids", *urls, *arguments]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, env=environment())
+    try:
+        said, complaint = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode != 0:
+        raise Failure(f"the load generator ended with {process.returncode}: {complaint.decode(errors='replace')[-500:]}")
+    return json.loads(said)
+
+
+def note(text):
+    print(f"    {text}", flush=True)
+
+
+def conclude(name, options, check):
+    """Runs `check(options, folder)`, which gives figures and complaints, and ends the program with the verdict."""
+    # Ends like Ctrl-C: the nodes are stopped on the way out.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    folder = Path(tempfile.mkdtemp(prefix="shoal-check."))
+    try:
+        figures, complaints = asyncio.run(check(options, folder))
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        sys.exit(130)
+    for complaint in complaints[:20]:
+        note(complaint)
+    if complaints or options.keep_logs:
+        note(f"logs and data of the nodes: {folder}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    verdict = "FAIL" if complaints else "PASS"
+    trouble = [f"complaints: {len(complaints)}, the first: {complaints[0]}"] if complaints else []
+    print(f"{verdict} {name}: {'; '.join(trouble + figures)}".replace("\n", " "), flush=True)
+    sys.exit(1 if complaints else 0)
