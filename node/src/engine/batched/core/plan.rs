@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use shoal_gossip::{Blocks, Timestamp, Tokens};
+use shoal_gossip::{Blocks, RequestId, Timestamp};
 
 use super::queue::{Queued, Waiter};
 use super::sequence::{Phase, Promise, Sequence};
@@ -20,6 +20,16 @@ pub struct StepPlan {
     pub started: Vec<SeqKey>,
     /// Sequences that lost their KV in this plan.
     pub preempted: Vec<SeqKey>,
+}
+
+impl StepPlan {
+    /// Takes an item in, if there is one, at the cost of the step's budget.
+    fn push(&mut self, item: Option<PlanItem>, budget: &mut u32) {
+        if let Some(item) = item {
+            *budget -= item.tokens;
+            self.items.push(item);
+        }
+    }
 }
 
 /// Consecutive tokens of one sequence.
@@ -42,6 +52,8 @@ pub struct PlanItem {
 pub struct Drawn {
     /// Whose it is.
     pub key: SeqKey,
+    /// Of which request.
+    pub request: RequestId,
     /// Its output index.
     pub index: u32,
     /// Whether the sequence has reached its `max_tokens`: it gets no more steps.
@@ -59,13 +71,25 @@ impl Batcher {
         let mut prompts = Vec::new();
         for key in order {
             // Whoever was preempted since has nothing to compute here.
-            match self.sequences.get(&key).map_or(0, Sequence::wants) {
+            let free = self.free();
+            let Some(sequence) = self.sequences.get_mut(&key) else {
+                continue;
+            };
+            match sequence.wants() {
                 0 => {}
-                1 => {
-                    if self.grow(key, &mut plan) {
+                1 => match sequence.grow(self.config.block_size, free) {
+                    Some(more) => {
+                        self.used += more;
+                        plan.push(
+                            sequence.item(key, budget, self.config.prefill_grid),
+                            &mut budget,
+                        );
+                    }
+                    None if self.make_room(key, &mut plan) => {
                         self.push_item(key, &mut budget, &mut plan);
                     }
-                }
+                    None => {}
+                },
                 _ => prompts.push(key),
             }
         }
@@ -99,6 +123,7 @@ impl Batcher {
                 sequence.generated = index.saturating_add(1);
                 drawn.push(Drawn {
                     key: item.key,
+                    request: sequence.request,
                     index,
                     last: sequence.is_complete(),
                 });
@@ -108,51 +133,34 @@ impl Batcher {
     }
 
     fn push_item(&mut self, key: SeqKey, budget: &mut u32, plan: &mut StepPlan) {
-        let Some(sequence) = self.sequences.get(&key) else {
-            return;
-        };
-        let Phase::Running { slot, .. } = sequence.phase else {
-            return;
-        };
-        let tokens = sequence.chunk(*budget, self.config.prefill_grid);
-        if tokens == 0 {
-            return;
+        if let Some(sequence) = self.sequences.get(&key) {
+            plan.push(
+                sequence.item(key, *budget, self.config.prefill_grid),
+                budget,
+            );
         }
-        *budget -= tokens;
-        let draws = sequence.hold.is_none() && tokens == sequence.uncomputed();
-        plan.items.push(PlanItem {
-            key,
-            slot,
-            position: sequence.computed,
-            tokens,
-            sample: draws.then_some(sequence.generated),
-        });
     }
 
-    /// Gives a decoding sequence the block its next token needs, preempting others if it must.
-    /// False when it cannot have it in this step.
-    fn grow(&mut self, key: SeqKey, plan: &mut StepPlan) -> bool {
+    /// Preempts others until a decoding sequence has the block its next token needs. False when it cannot have it in this
+    /// step, or was preempted itself.
+    fn make_room(&mut self, key: SeqKey, plan: &mut StepPlan) -> bool {
         loop {
-            let free = self.free();
-            let Some(sequence) = self.sequences.get_mut(&key) else {
-                return false;
-            };
-            let known = Tokens(sequence.known());
-            let Phase::Running { held, .. } = &mut sequence.phase else {
-                return false;
-            };
-            let missing = self.config.block_size.blocks_for(known) - *held;
-            if missing <= free {
-                *held += missing;
-                self.used += missing;
-                return true;
-            }
             let Some(victim) = self.victim() else {
                 // Alone, and the rest is promised or held: promises, leases and hand-overs end.
                 return false;
             };
             self.preempt(victim);
             plan.preempted.push(victim);
+            let free = self.free();
+            match self.sequences.get_mut(&key) {
+                Some(sequence) if matches!(sequence.phase, Phase::Running { .. }) => {
+                    if let Some(more) = sequence.grow(self.config.block_size, free) {
+                        self.used += more;
+                        return true;
+                    }
+                }
+                Some(_) | None => return false,
+            }
         }
     }
 

@@ -4,6 +4,7 @@ use std::cmp::Reverse;
 
 use shoal_gossip::{BlockSize, Blocks, Epoch, RequestId, Tokens};
 
+use super::PlanItem;
 use crate::engine::ReservationId;
 use crate::engine::batched::Slot;
 use crate::engine::work::Priority;
@@ -127,6 +128,35 @@ impl Sequence {
             (false, _, _) | (true, Phase::Running { .. }, 1) => Tokens::ZERO,
             (true, Phase::Running { .. } | Phase::Aside(_) | Phase::Waiting, left) => Tokens(left),
         }
+    }
+
+    /// Takes the block that its next token needs. What it took; `None` if it runs and there are too few.
+    pub(super) fn grow(&mut self, block_size: BlockSize, free: Blocks) -> Option<Blocks> {
+        let known = Tokens(self.known());
+        let Phase::Running { held, .. } = &mut self.phase else {
+            return Some(Blocks::ZERO);
+        };
+        let missing = block_size.blocks_for(known) - *held;
+        (missing <= free).then(|| {
+            *held += missing;
+            missing
+        })
+    }
+
+    /// Its part of a step that has room for so many tokens; `None` when it has none.
+    pub(super) fn item(&self, key: SeqKey, budget: u32, grid: Option<u32>) -> Option<PlanItem> {
+        let Phase::Running { slot, .. } = self.phase else {
+            return None;
+        };
+        let tokens = self.chunk(budget, grid);
+        let draws = self.hold.is_none() && tokens == self.uncomputed();
+        (tokens > 0).then(|| PlanItem {
+            key,
+            slot,
+            position: self.computed,
+            tokens,
+            sample: draws.then_some(self.generated),
+        })
     }
 
     /// Tokens that it would compute in the next step, if there is room for all: one when it decodes, none when it does not
