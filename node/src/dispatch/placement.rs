@@ -259,9 +259,11 @@ impl Placement {
         self.offers += 1;
         corrections.charge(node, demand);
         self.pending = Some((node, demand));
+        // A host that pointed away in answer to the last offer would have the client turned away.
+        let last = self.offers == self.limits.max_offers;
         Step::Offer {
             choice,
-            hops: self.hops,
+            hops: if last { MAX_HOPS } else { self.hops },
         }
     }
 
@@ -283,13 +285,12 @@ impl Placement {
 
 /// Whether a host that was offered a request should look for a better node before it answers.
 ///
-/// Only when it would have to queue the request or has other work and less freeness than `low` (`F_d` after taking
-/// it), and the request has hops left. An idle host has no better.
+/// Only when it would have to queue the request or has less freeness than `low` (`F_d` after taking it), and the request
+/// has hops left. An idle host asks like any other: a faster node may be better with much to do.
 pub fn should_probe(load: &LoadSummary, demand: Blocks, hops: u8, low: Freeness) -> bool {
-    let idle = load.running == 0 && load.reserved == Blocks::ZERO;
     let after = Freeness::for_dispatch(load, demand);
     let waits = load.queued > 0 || load.free() < demand;
-    hops < MAX_HOPS && (waits || (!idle && after < low))
+    hops < MAX_HOPS && (waits || after < low)
 }
 
 /// The node to point to after probing: the best of `probed`, if it could start the request at once and the request is

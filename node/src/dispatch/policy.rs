@@ -94,7 +94,7 @@ pub struct Choice {
 }
 
 /// Freeness from which a node has room enough for its requests to grow, so that another block a request is worth less
-/// than a shorter wait: what nodes start to move requests away below, by default.
+/// than a shorter wait: twice what nodes move requests away below, by default.
 const COMFORT: Freeness = Freeness::of_blocks(10);
 
 /// Lower is better. Fields compare from top to bottom. Two candidates that are equal here are taken
@@ -132,14 +132,18 @@ impl Score {
     }
 }
 
-/// Blocks to prefill, and one for each request, the newcomer included, times what a step takes there: a slower node has
-/// more before it. 16 tokens of prefill and the steps of one more request cost a newcomer about the same
-/// (`docs/decisions/2026-11-30-dispatch.md` has what was tried).
+/// Part of a newcomer's own blocks that counts: with all of them the time of the last steps would outweigh what is ahead on
+/// equal nodes, with none an idle slow node would be better than a fast one with three requests.
+const OWN_SHARE: u64 = 5;
+
+/// Blocks to prefill, one for each request, and what the newcomer brings (its `charged` blocks), times what a step takes
+/// there: a slower node has more before it (`docs/decisions/2026-11-30-dispatch.md` has what was tried).
 fn work(candidate: &Candidate) -> u64 {
     let load = &candidate.load;
     let blocks = u64::from(load.prefill_backlog.0) / u64::from(candidate.block_size.tokens().get());
     let ahead = blocks + u64::from(load.running) + u64::from(load.queued);
-    (ahead + 1) * u64::from(load.step_time_us.max(1))
+    let own = 1 + u64::from(candidate.charged.0) / OWN_SHARE;
+    (ahead + own) * u64::from(load.step_time_us.max(1))
 }
 
 /// A policy with the little it remembers.

@@ -257,7 +257,7 @@ fn rust_log_counts_where_no_filter_is_given() {
 fn requests_move_by_default_and_never_to_and_fro() {
     let moves = accepted(&[]).moves;
     assert_eq!(moves.interval, Some(Duration::from_millis(100)));
-    assert_eq!((moves.below, moves.above), (10, 30));
+    assert_eq!((moves.below, moves.above), (5, 20));
     assert_eq!(
         accepted(&["--reschedule-interval-ms", "0"]).moves.interval,
         None

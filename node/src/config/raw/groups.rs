@@ -290,8 +290,8 @@ pub struct RawDispatch {
     )]
     pub max_view_age_ms: u64,
 
-    /// Freeness below which a node that is offered a request, and has others, asks two nodes whether they are better; 0 asks
-    /// only when it has no room.
+    /// Freeness below which a node that is offered a request asks two nodes whether they are better; 0 asks only when it has
+    /// no room.
     ///
     /// Unit: KV blocks a request. Cost: two probes, one round trip of the control plane, in each such offer; lower makes
     /// requests wait longer behind others.
@@ -355,7 +355,7 @@ pub struct RawMoves {
         long,
         env = "SHOAL_MOVE_BELOW",
         value_name = "BLOCKS",
-        default_value_t = 10
+        default_value_t = 5
     )]
     pub move_below: u32,
 
@@ -366,7 +366,7 @@ pub struct RawMoves {
         long,
         env = "SHOAL_MOVE_ABOVE",
         value_name = "BLOCKS",
-        default_value_t = 30
+        default_value_t = 20
     )]
     pub move_above: u32,
 
