@@ -25,9 +25,10 @@ pub mod suite;
 #[cfg(test)]
 mod tests;
 
+use std::str::FromStr;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
+use clap::ValueEnum;
 use shoal_gossip::Tokens;
 
 pub use fault::{Fault, FaultKind, NoFault};
@@ -40,63 +41,38 @@ use crate::report::{Record, Series};
 use crate::workload::Arrival;
 
 /// How requests are placed and moved.
-#[derive(
-    Clone,
-    Copy,
-    Debug,
-    PartialEq,
-    Eq,
-    PartialOrd,
-    Ord,
-    Hash,
-    Serialize,
-    Deserialize,
-    clap::ValueEnum,
-)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scheduling {
     /// What a node does by default: power of two choices on stale views, redirect, rescheduling.
     Shoal,
-    /// Every entry node takes one node after another.
-    RoundRobin,
-    /// The fewest requests in the entry node's stale view.
-    LeastQueue,
-    /// The greatest freeness in the entry node's stale view.
-    Freest,
-    /// Any node.
-    Random,
+    /// One scheduler that sees all as it is, takes the freest (INFaaS++ in Llumnix, OSDI'24 §6.1), and pairs the fullest
+    /// with the freest to move requests (§4.4).
+    Llumnix,
+    /// The same, and moves nothing.
+    Infaas,
+    /// Every entry node decides by this policy and its stale view; nothing is redirected or moved.
+    Policy(PolicyName),
     /// Everything to one node: how bad it can be.
     Flood,
-    /// One scheduler that sees all as it is, and takes the freest (INFaaS++ in Llumnix, OSDI'24 §6.1).
-    Infaas,
-    /// The same, and pairs the fullest with the freest to move requests (Llumnix, OSDI'24 §4.4).
-    Llumnix,
 }
 
 impl Scheduling {
     /// All, in the order of tables.
-    pub const ALL: [Self; 8] = [
-        Self::Shoal,
-        Self::Llumnix,
-        Self::Infaas,
-        Self::Freest,
-        Self::LeastQueue,
-        Self::RoundRobin,
-        Self::Random,
-        Self::Flood,
-    ];
+    pub fn all() -> impl Iterator<Item = Self> {
+        let policies = PolicyName::value_variants().iter().copied();
+        let central = [Self::Shoal, Self::Llumnix, Self::Infaas];
+        let policies = policies.map(Self::Policy);
+        central.into_iter().chain(policies).chain([Self::Flood])
+    }
 
     /// As written in flags and reports.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Shoal => "shoal",
-            Self::RoundRobin => "round-robin",
-            Self::LeastQueue => "least-queue",
-            Self::Freest => "freest",
-            Self::Random => "random",
-            Self::Flood => "flood",
-            Self::Infaas => "infaas",
             Self::Llumnix => "llumnix",
+            Self::Infaas => "infaas",
+            Self::Policy(policy) => policy.as_str(),
+            Self::Flood => "flood",
         }
     }
 
@@ -104,12 +80,29 @@ impl Scheduling {
     fn policy(self) -> Option<PolicyName> {
         match self {
             Self::Shoal => Some(PolicyName::P2c),
-            Self::RoundRobin => Some(PolicyName::RoundRobin),
-            Self::LeastQueue => Some(PolicyName::LeastQueue),
-            Self::Freest => Some(PolicyName::Freest),
-            Self::Random => Some(PolicyName::Random),
+            Self::Policy(policy) => Some(policy),
             Self::Flood | Self::Infaas | Self::Llumnix => None,
         }
+    }
+}
+
+/// There is no such scheduling.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("there is no `{asked}`; give one of {known}")]
+pub struct NoScheduling {
+    asked: String,
+    known: String,
+}
+
+impl FromStr for Scheduling {
+    type Err = NoScheduling;
+
+    fn from_str(text: &str) -> Result<Self, NoScheduling> {
+        let found = Self::all().find(|scheduling| scheduling.as_str() == text);
+        found.ok_or_else(|| NoScheduling {
+            asked: text.to_owned(),
+            known: Self::all().map(Self::as_str).collect::<Vec<_>>().join(", "),
+        })
     }
 }
 

@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use clap::Args;
 use serde::Serialize;
-use shoal_gossip::{Clock, MonotonicClock, Timestamp};
+use shoal_gossip::MonotonicClock;
 use tokio_util::sync::CancellationToken;
 
 use crate::bench::load::{self, LoadArgs, LoadError, LoadResult};
-use crate::cli::output::write_file;
-use crate::report::{self, Progress, Run, Summary};
+use crate::cli::output::{Teller, write_file};
+use crate::report::{self, Run, Summary};
 use crate::workload::{Workload, WorkloadArgs, WorkloadError};
 
 /// Flags of `shoal bench load`.
@@ -66,19 +66,10 @@ pub(super) fn run(command: &LoadCommand, json: bool) -> Result<String, Failure> 
         .build()
         .map_err(Failure::Start)?;
     let arrivals = Workload::new(&command.workload.spec()?, command.seed)?;
-    let total = arrivals.size_hint().0 as u64;
     let clock = Arc::new(MonotonicClock::start());
     let stop = CancellationToken::new();
-    let mut progress = Progress::default();
-    let told = {
-        let clock = Arc::clone(&clock);
-        move |ended: usize| {
-            let now = clock.now().since(Timestamp::ZERO);
-            if let Some(line) = progress.line(now, ended as u64, total) {
-                eprintln!("{line}");
-            }
-        }
-    };
+    let mut teller = Teller::new(arrivals.size_hint().0);
+    let told = move |ended: usize| teller.tell(ended);
     let options = command.load.options(command.seed);
     let result = runtime.block_on(async {
         let loading = load::run(options, arrivals, clock, told, stop.clone());

@@ -1,25 +1,20 @@
 //! `shoal simulate`: a whole mesh in virtual time.
 
-use std::collections::BTreeMap;
+mod tell;
+
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
-use serde::Serialize;
-use shoal_gossip::{Clock, MonotonicClock, Timestamp};
+use clap::Args;
 
-use crate::cli::output::{WriteError, fail, print, write_file};
+use crate::cli::output::{Teller, WriteError, fail, print};
 use crate::config::{self, ConfigError};
 use crate::engine::sim::{Profile, ProfileError};
-use crate::report::{self, Progress, Spread, Summary};
-use crate::simulate::suite::{self, Case, Done, Job, SuiteError};
+use crate::simulate::suite::{self, Case, Job, Setting, Suite, SuiteError, Verdict};
 use crate::simulate::{Fault, GossipModel, Network, Plan, Scheduling};
-use crate::workload::{Workload, WorkloadArgs, WorkloadError};
-
-/// Requests of each case of a suite, as many as the paper's.
-const SUITE_REQUESTS: u64 = 10_000;
+use crate::workload::{Workload, WorkloadArgs, WorkloadError, WorkloadSpec};
 
 /// Flags of `shoal simulate`.
 #[derive(Debug, Args)]
@@ -39,8 +34,10 @@ pub(super) struct SimulateArgs {
     )]
     profiles: Vec<String>,
 
-    /// How requests are placed and moved; several are compared on the same workload [default: shoal; all for a suite].
-    #[arg(long, value_name = "NAME", value_enum, value_delimiter = ',')]
+    /// How requests are placed and moved; several are compared on the same workload [default: shoal; a suite has its own].
+    ///
+    /// shoal · llumnix and infaas (one scheduler that sees all as it is) · a --policy of `shoal node` alone on stale views · flood.
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
     policies: Vec<Scheduling>,
 
     /// Nodes that clients ask, each request a random one of them [default: all].
@@ -102,11 +99,12 @@ pub(super) struct SimulateArgs {
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
 
-    /// Seeds to run, from --seed on; figures are means with 95 % confidence intervals then.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=30))]
-    seeds: u32,
+    /// Seeds to run, from --seed on; figures are means with 95 % confidence intervals then [default: 1; 5 for most suites].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=30))]
+    seeds: Option<u32>,
 
-    /// A set of cases in place of one workload.
+    /// A set of cases in place of one workload. `paper` ends with a verdict, and fails if nodes without a leader are worse than
+    /// one that sees all.
     #[arg(long, value_name = "NAME", value_enum)]
     suite: Option<Suite>,
 
@@ -125,13 +123,6 @@ pub(super) struct SimulateArgs {
     /// Flags of `shoal node`, that every node of the mesh gets, e.g. -- --move-below 20.
     #[arg(last = true, value_name = "NODE FLAGS")]
     node: Vec<String>,
-}
-
-/// Sets of cases.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Suite {
-    /// The main experiment of Llumnix (OSDI'24): seven workloads at three rates each, 16 nodes, 10,000 requests.
-    Paper,
 }
 
 fn share(text: &str) -> Result<f64, String> {
@@ -163,23 +154,39 @@ enum Failure {
 /// Runs `shoal simulate`.
 pub(super) fn run(args: &SimulateArgs) -> ExitCode {
     match simulate(args) {
-        Ok(text) => print(&text),
+        Ok((text, verdict)) => {
+            let printed = print(&text);
+            match verdict {
+                None => printed,
+                Some(verdict) => {
+                    eprintln!("{verdict}");
+                    if verdict.holds() {
+                        printed
+                    } else {
+                        ExitCode::FAILURE
+                    }
+                }
+            }
+        }
         Err(error) => fail(error),
     }
 }
 
-fn simulate(args: &SimulateArgs) -> Result<String, Failure> {
+fn simulate(args: &SimulateArgs) -> Result<(String, Option<Verdict>), Failure> {
     let plan = plan(args)?;
     let cases = cases(args)?;
     let mut jobs = Vec::new();
     let policies = match (args.policies.as_slice(), args.suite) {
-        ([], None) => &[Scheduling::Shoal],
-        ([], Some(_)) => &Scheduling::ALL[..],
-        (named, _) => named,
+        ([], None) => vec![Scheduling::Shoal],
+        ([], Some(suite)) => suite.schedulings(),
+        (named, _) => named.to_vec(),
     };
+    let seeds = args
+        .seeds
+        .unwrap_or_else(|| args.suite.map_or(1, Suite::seeds));
     for case in &cases {
-        for &scheduling in policies {
-            for seed in 0..u64::from(args.seeds) {
+        for &scheduling in &policies {
+            for seed in 0..u64::from(seeds) {
                 let seed = args.seed.wrapping_add(seed);
                 jobs.push(Job {
                     case,
@@ -193,14 +200,25 @@ fn simulate(args: &SimulateArgs) -> Result<String, Failure> {
     let first = cases.first().map(|case| case.name.as_str());
     let keep =
         |job: &Job<'_>| wanted && job.seed == args.seed && Some(job.case.name.as_str()) == first;
-    let done = suite::run_all(&plan, &jobs, keep, progress(total(&cases, jobs.len())?))?;
+    let teller = Mutex::new(Teller::new(total(&cases, jobs.len())?));
+    let watch = |over| {
+        let mut teller = teller.lock().unwrap_or_else(PoisonError::into_inner);
+        teller.tell(over);
+    };
+    let done = suite::run_all(&plan, &jobs, keep, watch)?;
     if wanted {
-        write_files(args, &jobs, &done)?;
+        tell::write_files(args, &jobs, &done)?;
     }
-    Ok(match args.json {
-        true => json(&jobs, &done),
-        false => tables(&cases, &jobs, &done),
-    })
+    let groups = tell::grouped(&jobs, &done);
+    let verdict = match args.suite {
+        Some(Suite::Paper) => Verdict::of(&groups),
+        Some(_) | None => None,
+    };
+    let text = match args.json {
+        true => tell::json(&groups),
+        false => tell::tables(&cases, &groups),
+    };
+    Ok((text, verdict))
 }
 
 fn plan(args: &SimulateArgs) -> Result<Plan, Failure> {
@@ -245,156 +263,24 @@ fn cases(args: &SimulateArgs) -> Result<Vec<Case>, Failure> {
         None => Ok(vec![Case {
             name: "workload".to_owned(),
             workload: own,
+            setting: Setting::default(),
         }]),
-        Some(Suite::Paper) => {
-            let requests = own.requests.unwrap_or(SUITE_REQUESTS);
-            let mut rest = own;
-            rest.requests = None;
-            if rest != crate::workload::WorkloadSpec::default() {
+        Some(suite) => {
+            let mut own = own;
+            let requests = own.requests.take();
+            if own != WorkloadSpec::default() {
                 return Err(Failure::SuiteAndWorkload);
             }
-            Ok(suite::paper(requests)?)
+            Ok(suite.cases(requests)?)
         }
     }
 }
 
 /// Requests of all jobs; every case has as many jobs as any other.
-fn total(cases: &[Case], jobs: usize) -> Result<u64, WorkloadError> {
+fn total(cases: &[Case], jobs: usize) -> Result<usize, WorkloadError> {
     let mut total = 0;
     for case in cases {
-        total += Workload::new(&case.workload, 0)?.size_hint().0 as u64;
+        total += Workload::new(&case.workload, 0)?.size_hint().0;
     }
-    Ok(total * (jobs / cases.len().max(1)) as u64)
-}
-
-/// Tells how far a long simulation has come.
-fn progress(total: u64) -> impl Fn(usize) + Sync {
-    let clock = MonotonicClock::start();
-    let state = Mutex::new(Progress::default());
-    move |over| {
-        let now = clock.now().since(Timestamp::ZERO);
-        let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(line) = state.line(now, over as u64, total) {
-            eprintln!("{line}");
-        }
-    }
-}
-
-/// Summaries of each case and policy, in the order of the jobs.
-fn grouped<'a>(jobs: &'a [Job<'_>], done: &[Done]) -> Vec<(&'a str, Scheduling, Vec<Summary>)> {
-    let mut groups: Vec<(&str, Scheduling, Vec<Summary>)> = Vec::new();
-    for (job, done) in jobs.iter().zip(done) {
-        let name = job.case.name.as_str();
-        match groups.last_mut() {
-            Some((case, scheduling, summaries))
-                if *case == name && *scheduling == job.scheduling =>
-            {
-                summaries.push(done.summary.clone());
-            }
-            Some(_) | None => groups.push((name, job.scheduling, vec![done.summary.clone()])),
-        }
-    }
-    groups
-}
-
-fn tables(cases: &[Case], jobs: &[Job<'_>], done: &[Done]) -> String {
-    let groups = grouped(jobs, done);
-    let mut text = String::new();
-    for case in cases {
-        let runs: Vec<_> = groups
-            .iter()
-            .filter(|(name, _, _)| *name == case.name)
-            .map(|(_, scheduling, summaries)| report::Run {
-                label: scheduling.as_str().to_owned(),
-                records: &[],
-                summaries,
-                series: None,
-            })
-            .collect();
-        if cases.len() > 1 {
-            text.push_str(&format!("{}\n", case.name));
-        }
-        text.push_str(&report::table::render(&runs));
-        if cases.len() > 1 {
-            text.push('\n');
-        }
-    }
-    text
-}
-
-#[derive(Serialize)]
-struct JsonReport<'a> {
-    cases: Vec<JsonCase<'a>>,
-}
-
-#[derive(Serialize)]
-struct JsonCase<'a> {
-    name: &'a str,
-    policies: BTreeMap<&'static str, BTreeMap<String, serde_json::Value>>,
-}
-
-/// Every figure is the mean over the seeds, in seconds where it is a time; `…_ci95` is half the width of its 95 %
-/// confidence interval when there are several seeds.
-fn json(jobs: &[Job<'_>], done: &[Done]) -> String {
-    let mut cases: Vec<JsonCase<'_>> = Vec::new();
-    for (name, scheduling, summaries) in grouped(jobs, done) {
-        if cases.last().is_none_or(|case| case.name != name) {
-            cases.push(JsonCase {
-                name,
-                policies: BTreeMap::new(),
-            });
-        }
-        if let Some(case) = cases.last_mut() {
-            case.policies
-                .insert(scheduling.as_str(), figures(&summaries));
-        }
-    }
-    let text = serde_json::to_string_pretty(&JsonReport { cases });
-    text.map_or_else(
-        |error| format!("{{\"error\": \"{error}\"}}\n"),
-        |text| text + "\n",
-    )
-}
-
-fn figures(summaries: &[Summary]) -> BTreeMap<String, serde_json::Value> {
-    let mut figures = BTreeMap::new();
-    for figure in &report::FIGURES {
-        let values: Vec<f64> = summaries.iter().filter_map(|one| figure.of(one)).collect();
-        let spread = Spread::of(&values);
-        let key = figure.key;
-        figures.insert(
-            key.to_owned(),
-            spread.as_ref().map(|spread| spread.mean).into(),
-        );
-        if let Some(half) = spread.and_then(|spread| spread.half) {
-            figures.insert(format!("{key}_ci95"), half.into());
-        }
-    }
-    figures
-}
-
-fn write_files(args: &SimulateArgs, jobs: &[Job<'_>], done: &[Done]) -> Result<(), Failure> {
-    let kept: Vec<_> = jobs
-        .iter()
-        .zip(done)
-        .filter_map(|(job, done)| Some((job, &done.summary, done.run.as_ref()?)))
-        .collect();
-    if let (Some(path), Some((_, _, run))) = (&args.csv, kept.first()) {
-        write_file(path, |out| report::csv::write(out, &run.records))?;
-    }
-    if let Some(path) = &args.html {
-        let runs: Vec<_> = kept
-            .iter()
-            .map(|(job, summary, run)| report::Run {
-                label: job.scheduling.as_str().to_owned(),
-                records: &run.records,
-                summaries: std::slice::from_ref(*summary),
-                series: Some(&run.series),
-            })
-            .collect();
-        write_file(path, |out| {
-            report::html::write(out, "shoal simulate", &runs)
-        })?;
-    }
-    Ok(())
+    Ok(total * (jobs / cases.len().max(1)))
 }

@@ -7,22 +7,25 @@ use super::real;
 /// A run that ends before this shows no progress.
 const QUIET: Duration = Duration::from_secs(2);
 
-/// Least time between two lines.
-const PAUSE: Duration = Duration::from_millis(500);
-
 /// Decides when a line of progress is due, and writes it. It reads no clock.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct Progress {
+    pause: Duration,
     shown: Option<Duration>,
 }
 
 impl Progress {
+    /// With at least this time between two lines.
+    pub fn new(pause: Duration) -> Self {
+        Self { pause, shown: None }
+    }
+
     /// The line to show `now`, the time since the start of the run, with `done` of `total` done.
     /// `None` if none is due, or there is nothing to do.
     pub fn line(&mut self, now: Duration, done: u64, total: u64) -> Option<String> {
         let rested = self
             .shown
-            .is_none_or(|shown| now.saturating_sub(shown) >= PAUSE);
+            .is_none_or(|shown| now.saturating_sub(shown) >= self.pause);
         if now < QUIET || !rested || total == 0 {
             return None;
         }

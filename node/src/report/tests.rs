@@ -342,13 +342,13 @@ fn herding_of_records_counts_who_is_in_flight() {
 
 #[test]
 fn progress_is_quiet_at_first_and_then_at_most_twice_a_second() {
-    let mut progress = Progress::default();
+    let mut progress = Progress::new(ms(500));
     assert_eq!(progress.line(ms(1_999), 10, 100), None);
     let line = progress.line(ms(2_000), 10, 100).unwrap();
     assert_eq!(line, " 10 %  10 of 100  5.0/s  about 18 s left");
     assert_eq!(progress.line(ms(2_499), 12, 100), None);
     assert!(progress.line(ms(2_500), 12, 100).is_some());
-    let line = Progress::default().line(ms(3_000), 0, 100).unwrap();
+    let line = Progress::new(ms(500)).line(ms(3_000), 0, 100).unwrap();
     assert_eq!(line, "  0 %  0 of 100  0.0/s  time left unknown");
     assert_eq!(progress.line(ms(9_000), 0, 0), None);
 }

@@ -4,6 +4,7 @@ use shoal_gossip::Tokens;
 
 use super::*;
 use crate::config::from_flags;
+use crate::dispatch::PolicyName;
 use crate::report::{Outcome, Summary};
 
 mod faults;
@@ -47,7 +48,7 @@ fn simulated(plan: &Plan, count: u32, every: Duration) -> Run {
 
 #[test]
 fn every_request_ends_with_all_its_output_under_every_scheduling() {
-    for scheduling in Scheduling::ALL {
+    for scheduling in Scheduling::all() {
         let run = simulated(&plan(4, scheduling), 300, Duration::from_millis(300));
         assert_eq!(run.records.len(), 300);
         for (record, arrival) in run
@@ -115,9 +116,9 @@ fn requests_move_away_from_nodes_that_run_short() {
 
 #[test]
 fn views_that_are_as_fresh_as_can_be_beat_old_ones() {
-    let mut fresh = plan(4, Scheduling::LeastQueue);
+    let mut fresh = plan(4, Scheduling::Policy(PolicyName::LeastQueue));
     fresh.gossip.interval = Duration::ZERO;
-    let mut stale = plan(4, Scheduling::LeastQueue);
+    let mut stale = plan(4, Scheduling::Policy(PolicyName::LeastQueue));
     stale.gossip.extra = Duration::from_millis(2_500);
     let mean = |plan: &Plan| {
         let run = simulated(plan, 800, Duration::from_millis(110));
