@@ -19,7 +19,7 @@ use std::time::Duration;
 use serde::Serialize;
 use shoal_gossip::Tokens;
 
-pub use herd::{HerdMeter, Herding, Window};
+pub use herd::{HerdMeter, Herding};
 pub use progress::Progress;
 pub use series::{FleetSample, MAX_SAMPLES, MAX_SHOWN, NodeSeries, Series, stuck_blocks};
 pub use spread::Spread;

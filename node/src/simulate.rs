@@ -37,7 +37,7 @@ pub use gossip::GossipModel;
 use crate::config::NodeConfig;
 use crate::dispatch::PolicyName;
 use crate::engine::sim::Profile;
-use crate::report::{Record, Series};
+use crate::report::{Herding, Record, Series};
 use crate::workload::Arrival;
 
 /// How requests are placed and moved.
@@ -153,6 +153,8 @@ pub struct Run {
     pub span: Duration,
     /// State over time.
     pub series: Series,
+    /// How evenly requests lay on the nodes that were there, until the last had arrived.
+    pub herding: Option<Herding>,
     /// Events handled.
     pub events: u64,
     /// Offers that a host answered by naming another node.

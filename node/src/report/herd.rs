@@ -1,11 +1,9 @@
 //! How evenly requests lie on the nodes: the figure that shows dispatchers herding.
 
-use std::time::Duration;
-
 use serde::Serialize;
 
+use super::len;
 use super::summary::Values;
-use super::{Record, len};
 
 /// Samples a meter takes; at one each 100 ms, almost three hours.
 const MAX_MOMENTS: usize = 100_000;
@@ -17,8 +15,7 @@ const MAX_MOMENTS: usize = 100_000;
 /// of variation is `√(Σ (x_i − m)² / n) / m`. A moment with nothing in flight has neither and is left out.
 ///
 /// These are the figures of the measurement of N routers over the same 8 workers: 24 requests/s,
-/// Poisson, service time log-normal (mean 4 s, σ = 1, cut at 30 s, independent of load), over
-/// [`Window::ROUTERS`]. Joining the shortest queue with exact counts gave 1.07 there, round robin 1.31.
+/// Poisson, service time log-normal (mean 4 s, σ = 1, cut at 30 s, independent of load). Joining the shortest queue with exact counts gave 1.07 there, round robin 1.31.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Herding {
     /// Mean over time of the ratio: the herd ratio.
@@ -27,26 +24,6 @@ pub struct Herding {
     pub ratio_p95: f64,
     /// Mean over time of the coefficient of variation.
     pub variation: f64,
-}
-
-/// When to look.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Window {
-    /// First moment, since the start of the run.
-    pub from: Duration,
-    /// No moment at or after this.
-    pub until: Duration,
-    /// Time between two moments.
-    pub every: Duration,
-}
-
-impl Window {
-    /// The one of the measurement of routers: 45 s after 15 s of warm-up, each 100 ms.
-    pub const ROUTERS: Self = Self {
-        from: Duration::from_secs(15),
-        until: Duration::from_secs(60),
-        every: Duration::from_millis(100),
-    };
 }
 
 /// Takes the requests in flight at each node, moment by moment. Moments after the 100,000th change nothing.
@@ -82,40 +59,5 @@ impl HerdMeter {
             ratio_p95: ratios.percentile(95)?,
             variation: Values::of(self.variations.into_iter()).mean()?,
         })
-    }
-}
-
-impl Herding {
-    /// From records: a request is in flight at its host from its arrival to its end. For runs without
-    /// hand-overs. Requests whose host or end is not known are left out, and so are hosts at or above `nodes`.
-    pub fn of_records(records: &[Record], nodes: usize, window: Window) -> Option<Self> {
-        let mut changes: Vec<(Duration, usize, bool)> = records
-            .iter()
-            .filter_map(|record| {
-                let host = usize::try_from(record.host?).ok()?;
-                let end = record.at.saturating_add(record.end?);
-                Some([(record.at, host, true), (end, host, false)])
-            })
-            .flatten()
-            .collect();
-        // Arrivals first, so that a request of no length cannot end before it began.
-        changes.sort_unstable_by_key(|(when, host, begins)| (*when, !*begins, *host));
-        let mut changes = changes.into_iter().peekable();
-        let mut in_flight = vec![0u32; nodes];
-        let mut meter = HerdMeter::default();
-        let mut now = window.from;
-        for _ in 0..MAX_MOMENTS {
-            if now >= window.until {
-                break;
-            }
-            while let Some((_, host, begins)) = changes.next_if(|(when, ..)| *when <= now) {
-                if let Some(count) = in_flight.get_mut(host) {
-                    *count = if begins { *count + 1 } else { *count - 1 };
-                }
-            }
-            meter.sample(&in_flight);
-            now = now.saturating_add(window.every);
-        }
-        meter.finish()
     }
 }

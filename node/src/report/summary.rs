@@ -62,6 +62,8 @@ pub struct Summary {
     pub preemption_loss: Option<f64>,
     /// Hand-overs of all requests.
     pub moves: Option<u64>,
+    /// Mean over time of the most requests at one node over their mean: see [`super::Herding`].
+    pub herd_ratio: Option<f64>,
     /// Finished requests in a second of the run.
     pub requests_per_s: Option<f64>,
     /// Output tokens of finished requests in a second of the run.
@@ -103,6 +105,7 @@ impl Summary {
             preemptions: Some(records.iter().map(|one| u64::from(one.preemptions)).sum()),
             preemption_loss: loss.mean(),
             moves: Some(records.iter().map(|one| u64::from(one.moves)).sum()),
+            herd_ratio: None,
             requests_per_s: per_s(finished),
             output_tokens_per_s: per_s(tokens),
         }
@@ -116,6 +119,7 @@ impl Summary {
             preemptions: None,
             preemption_loss: None,
             moves: None,
+            herd_ratio: None,
             ..self
         }
     }
@@ -219,7 +223,7 @@ impl Figure {
 }
 
 /// All figures of a summary, in the order in which they are shown.
-pub const FIGURES: [Figure; 21] = [
+pub const FIGURES: [Figure; 22] = [
     Figure::new("requests", "requests", Unit::Count, |s| {
         Some(real(s.requests))
     }),
@@ -247,6 +251,7 @@ pub const FIGURES: [Figure; 21] = [
         s.preemption_loss
     }),
     Figure::new("moves", "moves", Unit::Count, |s| s.moves.map(real)),
+    Figure::new("herd_ratio", "herd ratio", Unit::Count, |s| s.herd_ratio),
     Figure::new("requests_per_s", "requests", Unit::PerSecond, |s| {
         s.requests_per_s
     }),

@@ -313,34 +313,6 @@ fn an_even_mesh_has_herd_ratio_one_and_a_herd_has_n() {
 }
 
 #[test]
-fn herding_of_records_counts_who_is_in_flight() {
-    let at = |start, end: u64, host| Record {
-        at: ms(start),
-        end: Some(ms(end - start)),
-        host: Some(host),
-        ..finished(0, 0)
-    };
-    // Node 0 has one request for 0–40, node 1 one for 10–20 and one of no length, which is never seen.
-    let records = [
-        at(0, 40, 0),
-        at(10, 20, 1),
-        at(15, 15, 1),
-        failed("lost"),
-        at(0, 40, 9),
-    ];
-    let window = Window {
-        from: ms(0),
-        until: ms(60),
-        every: ms(10),
-    };
-    // Ratios at 0, 10, 20, 30: 2, 1, 2, 2; nothing is in flight later.
-    let herding = Herding::of_records(&records, 2, window).unwrap();
-    assert_eq!(herding.ratio, 1.75);
-    assert_eq!(herding.variation, 0.75);
-    assert_eq!(Herding::of_records(&records, 0, window), None);
-}
-
-#[test]
 fn progress_is_quiet_at_first_and_then_at_most_twice_a_second() {
     let mut progress = Progress::new(ms(500));
     assert_eq!(progress.line(ms(1_999), 10, 100), None);

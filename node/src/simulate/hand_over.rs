@@ -78,6 +78,8 @@ pub(super) struct HandOver {
     output: u32,
     computed: Tokens,
     last_from: Tokens,
+    /// The deadlines of source and target for which a tick was entered last.
+    ticks: (Option<Timestamp>, Option<Timestamp>),
     /// Sides that are over.
     source_over: bool,
     target_over: bool,
@@ -164,6 +166,7 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
                 output: 0,
                 computed: Tokens::ZERO,
                 last_from: Tokens::ZERO,
+                ticks: (None, None),
                 source_over: false,
                 target_over: false,
             },
@@ -466,20 +469,29 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
     }
 
     fn tick_source(&mut self, id: u64) {
-        let deadline = self.hand_overs.get(&id).and_then(|it| it.source.deadline());
-        if let Some(deadline) = deadline {
-            let word = Word::SourceTick;
-            self.agenda
-                .enter(deadline.max(self.now), Event::HandOver { id, word });
+        let Some(it) = self.hand_overs.get_mut(&id) else {
+            return;
+        };
+        let deadline = it.source.deadline();
+        if let Some(due) = deadline.filter(|_| it.ticks.0 != deadline) {
+            it.ticks.0 = deadline;
+            self.tick(id, due, Word::SourceTick);
         }
     }
 
     fn tick_target(&mut self, id: u64) {
-        let target = self.hand_overs.get(&id).and_then(|it| it.target.as_ref());
-        if let Some(deadline) = target.and_then(TargetSession::deadline) {
-            let word = Word::TargetTick;
-            self.agenda
-                .enter(deadline.max(self.now), Event::HandOver { id, word });
+        let Some(it) = self.hand_overs.get_mut(&id) else {
+            return;
+        };
+        let deadline = it.target.as_ref().and_then(TargetSession::deadline);
+        if let Some(due) = deadline.filter(|_| it.ticks.1 != deadline) {
+            it.ticks.1 = deadline;
+            self.tick(id, due, Word::TargetTick);
         }
+    }
+
+    fn tick(&mut self, id: u64, due: Timestamp, word: Word) {
+        let event = Event::HandOver { id, word };
+        self.agenda.enter(due.max(self.now), event);
     }
 }

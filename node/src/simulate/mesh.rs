@@ -14,7 +14,7 @@ use crate::home::HomeSettings;
 use crate::host::HostSettings;
 use crate::moves::MoveSettings;
 use crate::node::settings;
-use crate::report::{FleetSample, Series, stuck_blocks};
+use crate::report::{FleetSample, HerdMeter, Series, stuck_blocks};
 use crate::simulate::agenda::Agenda;
 use crate::simulate::event::Event;
 use crate::simulate::gossip::Words;
@@ -68,6 +68,7 @@ pub(super) struct Mesh<'a, A> {
     pub(super) counts: Counts,
     pub(super) rng: StdRng,
     series: Series,
+    herd: HerdMeter,
     arrivals: A,
     /// No request comes any more.
     drained: bool,
@@ -114,6 +115,7 @@ impl<'a, A: Iterator<Item = Arrival>> Mesh<'a, A> {
                 SAMPLE_EVERY,
                 u32::try_from(plan.nodes.len()).unwrap_or(u32::MAX),
             ),
+            herd: HerdMeter::default(),
             arrivals,
             drained: false,
             open: 0,
@@ -181,6 +183,7 @@ impl<'a, A: Iterator<Item = Arrival>> Mesh<'a, A> {
         Run {
             records: self.requests.iter().map(Request::record).collect(),
             series: self.series,
+            herding: self.herd.finish(),
             span: self.last_end.since(Timestamp::ZERO),
             events: self.counts.events,
             redirects: self.counts.redirects,
@@ -277,6 +280,11 @@ impl<'a, A: Iterator<Item = Arrival>> Mesh<'a, A> {
 
     fn sample(&mut self) {
         let loads: Vec<LoadSummary> = self.nodes.iter_mut().map(Node::load).collect();
+        if !self.drained {
+            let alive = self.nodes.iter().zip(&loads).filter(|(node, _)| node.alive);
+            let in_flight = alive.map(|(_, load)| load.running.saturating_add(load.queued));
+            self.herd.sample(&in_flight.collect::<Vec<u32>>());
+        }
         let fleet = fleet_sample(&loads);
         self.series.push(fleet, |node| {
             loads

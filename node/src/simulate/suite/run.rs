@@ -89,7 +89,10 @@ fn run_one(
         told = over;
     })?;
     watch(run.records.len() - told);
-    let summary = Summary::of(&run.records, run.span);
+    let summary = Summary {
+        herd_ratio: run.herding.map(|herding| herding.ratio),
+        ..Summary::of(&run.records, run.span)
+    };
     Ok(Done {
         summary,
         run: keep.then_some(run),
