@@ -260,7 +260,8 @@ fn a_table_is_aligned_and_shows_units_and_spreads() {
     assert_eq!(words(figures[3]), "failed 0.5 ± 6.4 0.0");
     assert_eq!(words(figures[4]), "TTFT mean (s) 0.1020 ± 0.0254 0.0200");
     assert_eq!(words(figures[17]), "preemptions 2 ± 0 -");
-    assert_eq!(words(figures[20]), "requests (1/s) 1.00 ± 0.00 1.00");
+    assert_eq!(words(figures[20]), "herd ratio - -");
+    assert_eq!(words(figures[21]), "requests (1/s) 1.00 ± 0.00 1.00");
     assert!(lines[FIGURES.len() + 1].starts_with("Mean over 1 to 2 seeds"));
     assert_eq!(lines.last(), Some(&"p2c: 1 failed with lost"));
 }
