@@ -82,7 +82,7 @@ pub use seal::{
 pub use seeds::{MAX_SEEDS, Seed, SeedError, SeedList, SeedState};
 pub use shell::{Gossip, GossipError, GossipThread, ThreadStuck};
 pub use stats::GossipStats;
-pub use summary::{LoadSummary, ModelFacts, NodeFacts, Readiness, Role};
+pub use summary::{LoadBasis, LoadSummary, ModelApi, ModelFacts, NodeFacts, Readiness, Role};
 pub use time::{Clock, Timestamp};
 pub use types::{Epoch, Incarnation, NodeId, ParseIdError, RequestId};
 pub use view::{ClusterView, NodeRow};

@@ -18,7 +18,7 @@ pub const MAX_NODES_IPV6: usize = 1_600;
 /// table of such records is 16 MB.
 pub(crate) const MAX_FACTS_BYTES: usize = 4_096;
 
-/// Longest packed `load` value in bytes: thirteen numbers of at most 10 bytes each, twice over for
+/// Longest packed `load` value in bytes: thirteen numbers of at most 10 bytes each and a kind, twice over for
 /// fields that a later version appends.
 pub(crate) const MAX_LOAD_BYTES: usize = 256;
 

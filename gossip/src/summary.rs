@@ -22,6 +22,19 @@ pub enum Readiness {
     Failed,
 }
 
+/// Where the figures of a load come from. Unknown is never told as idle: what an engine does not tell is estimated from
+/// what this node itself sent there, and says so.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum LoadBasis {
+    /// Counted by the engine in this process.
+    #[default]
+    Exact,
+    /// Asked of an engine beside the node some hundred milliseconds ago, and corrected by what was sent there since.
+    Polled,
+    /// The engine does not tell its KV use: only what this node sent there, against a capacity that may be assumed.
+    Estimated,
+}
+
 /// Load of one node at one moment, as the node itself counted it.
 ///
 /// Travels as one packed gossip key and on every control message. Newer is decided by
@@ -54,6 +67,8 @@ pub struct LoadSummary {
     pub prefill_backlog: Tokens,
     /// Smoothed time of one engine step in microseconds; zero when unknown.
     pub step_time_us: u32,
+    /// Where these figures come from.
+    pub basis: LoadBasis,
 }
 
 impl LoadSummary {
@@ -81,6 +96,16 @@ pub enum Role {
     Mixed,
 }
 
+/// How a node runs requests for a model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum ModelApi {
+    /// The node reads the body, and what it cannot honour it refuses.
+    #[default]
+    Tokens,
+    /// An engine beside the node gets the body as it came, and its answer goes back as it came.
+    Http,
+}
+
 /// One model a node serves.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelFacts {
@@ -93,6 +118,8 @@ pub struct ModelFacts {
     pub fingerprint: u64,
     /// Unix seconds shown as `created` in `/v1/models`.
     pub created: u64,
+    /// How requests for it are run.
+    pub api: ModelApi,
 }
 
 /// What a node says of itself that seldom changes.

@@ -8,7 +8,7 @@ use tokio::time::timeout;
 
 use crate::io::{DatagramIo, MAX_DATAGRAM};
 use crate::quantity::{BlockSize, Tokens};
-use crate::summary::{ModelFacts, NodeFacts, Role};
+use crate::summary::{ModelApi, ModelFacts, NodeFacts, Role};
 use crate::time::{Clock, Timestamp};
 use crate::types::{Incarnation, NodeId};
 
@@ -31,6 +31,7 @@ pub fn facts(identity: u16, incarnation: u64) -> NodeFacts {
             context: Tokens(4_096),
             fingerprint: 42,
             created: 1_700_000_000,
+            api: ModelApi::Tokens,
         }],
         version: "test".to_owned(),
     }

@@ -18,7 +18,7 @@ pub(crate) const LOAD_KEY: &str = "load";
 pub(crate) const LEFT_KEY: &str = "left";
 
 /// Format of both values, their first byte. A reader drops what it does not know.
-const FORMAT: u8 = 1;
+const FORMAT: u8 = 2;
 
 /// Why a node's facts or load are not usable.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -235,7 +235,7 @@ mod tests {
         };
         let text = pack_load(&load).unwrap();
         assert_eq!(unpack_load(&format!("{text}ff00")), Ok(load));
-        assert!(unpack_load(&text.replacen("01", "02", 1)).is_err());
+        assert!(unpack_load(&text.replacen("02", "01", 1)).is_err());
         assert!(unpack_load("").is_err());
     }
 

@@ -4,7 +4,8 @@
 //! server     TCP, TLS, HTTP/1.1 and HTTP/2; bounds on connections and on idle ones
 //!   observe    request id, one log line and one count per request, however it ends
 //!     auth       API keys, except for health checks
-//!       openai     body → Frontend::start → one body or a stream (stream)
+//!       generate   body → Frontend::start → one body or a stream (stream); what this node does not read goes to engines
+//!       demo       the same for /generate and /generate_benchmark
 //!       admin      health, models of the mesh, view, metrics
 //! ```
 //!
@@ -16,8 +17,10 @@
 //! (pipelining) is noticed only when the answer is written.
 
 mod admin;
+mod asked;
 mod auth;
 mod body;
+mod demo;
 mod error;
 mod generate;
 mod headers;
@@ -27,6 +30,7 @@ mod requests;
 mod server;
 mod stream;
 mod tls;
+mod vllm_names;
 
 use std::fmt;
 use std::sync::Arc;
@@ -54,6 +58,8 @@ pub struct ApiConfig {
     pub keys: Option<ApiKeys>,
     /// Certificate and key; `None` speaks plain HTTP.
     pub tls: Option<Tls>,
+    /// Look like a vLLM server to routers: its names for some gauges, and `vllm` as the models' owner.
+    pub vllm_names: bool,
     /// Longest request body in bytes; beyond it 413. `max_requests` times this is the memory that
     /// bodies can take together.
     pub max_body: usize,
@@ -81,6 +87,7 @@ impl Default for ApiConfig {
         Self {
             keys: None,
             tls: None,
+            vllm_names: true,
             max_body: 4 * 1024 * 1024,
             max_requests: 1024,
             max_connections: 4096,
@@ -141,6 +148,8 @@ impl Api {
 mod route {
     pub(super) const CHAT: &str = "/v1/chat/completions";
     pub(super) const COMPLETIONS: &str = "/v1/completions";
+    pub(super) const GENERATE: &str = "/generate";
+    pub(super) const BENCHMARK: &str = "/generate_benchmark";
     pub(super) const MODELS: &str = "/v1/models";
     pub(super) const MODEL: &str = "/v1/models/{*id}";
     pub(super) const HEALTH: &str = "/health";
@@ -158,6 +167,8 @@ mod route {
         [
             CHAT,
             COMPLETIONS,
+            GENERATE,
+            BENCHMARK,
             MODELS,
             HEALTH,
             PING,
@@ -197,6 +208,8 @@ fn router(api: Arc<Api>) -> Router {
     let mut router = Router::new()
         .route(route::CHAT, post(generate::chat))
         .route(route::COMPLETIONS, post(generate::completion))
+        .route(route::GENERATE, post(demo::generate))
+        .route(route::BENCHMARK, post(demo::benchmark))
         .route(route::MODELS, get(models::list))
         .route(route::MODEL, get(models::one))
         .route(route::HEALTH, get(admin::health))
@@ -213,7 +226,7 @@ fn router(api: Arc<Api>) -> Router {
         router = router.route(path, get(admin::readiness));
     }
     router
-        .fallback(error::unknown_path)
+        .fallback(generate::other)
         .method_not_allowed_fallback(error::wrong_method)
         .layer(from_fn_with_state(Arc::clone(&api), auth::require_key))
         .layer(from_fn_with_state(Arc::clone(&api), observe::observe))

@@ -25,6 +25,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 pub use crate::dispatch::PolicyName;
+pub use crate::engine::remote::ServerKind;
 pub use crate::engine::sim::Travels;
 pub use check::Surroundings;
 pub use error::ConfigError;
@@ -75,6 +76,8 @@ pub struct HttpSettings {
     pub api_key_file: Option<PathBuf>,
     /// Certificate and key for HTTPS; `None` speaks plain HTTP.
     pub tls: Option<TlsFiles>,
+    /// Look like a vLLM server to routers.
+    pub vllm_names: bool,
     /// Longest request body in bytes, at most [`MAX_BODY_BYTES`].
     pub max_body_bytes: usize,
     /// Client requests at work at once; beyond it 429.
@@ -165,8 +168,27 @@ pub struct EngineSettings {
 pub enum EngineKind {
     /// llama.cpp in this process.
     Llama(LlamaSettings),
+    /// A server beside the node.
+    Http(HttpEngineSettings),
     /// The simulated engine.
     Sim(SimSettings),
+}
+
+/// A server beside the node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HttpEngineSettings {
+    /// `host:port`.
+    pub authority: String,
+    /// What it is; `None` finds out.
+    pub kind: Option<ServerKind>,
+    /// File with the API key it wants.
+    pub key_file: Option<PathBuf>,
+    /// Time between two looks.
+    pub poll: Duration,
+    /// Longest that a stream may say nothing once it has begun.
+    pub stall: Duration,
+    /// KV tokens it holds; `None` asks it.
+    pub context: Option<u32>,
 }
 
 /// llama.cpp in this process.

@@ -1,20 +1,23 @@
 //! The engine: what runs the model beside or inside a node.
 //!
-//! One trait for the embedded llama.cpp, the simulated engine and, later, servers beside the node.
+//! One trait for the embedded llama.cpp, the simulated engine and servers beside the node ([`remote`]).
 //! What an engine cannot do it says in [`Capabilities`]; `engine/contract.rs` is the suite that
 //! every engine passes.
 //!
 //! The unit of truth of a request is *(prompt ids, generated ids, sampling parameters)*. Text is
 //! derived from it, by [`text`], the same way at every host.
 
+pub mod answer;
 pub mod batched;
 pub mod llama;
 pub mod moving;
+pub mod remote;
 pub mod sim;
 pub mod text;
 pub mod work;
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -22,6 +25,7 @@ use bytes::Bytes;
 use shoal_gossip::{BlockSize, Blocks, Epoch, LoadSummary, ModelFacts, RequestId, Tokens};
 use tokio::sync::{mpsc, watch};
 
+use crate::engine::answer::Wire;
 use crate::engine::moving::MovingEngine;
 use crate::engine::work::{Job, Prepared, RequestKind};
 
@@ -36,10 +40,10 @@ pub struct Capabilities {
     pub kv_export: bool,
 }
 
-/// What is fixed about an engine once it has loaded.
+/// What seldom changes about an engine once it has loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EngineFacts {
-    /// The models it serves; never empty.
+    /// The models it serves; empty while one beside the node has not said.
     pub models: Vec<ModelFacts>,
     /// Tokens in one KV block.
     pub block_size: BlockSize,
@@ -104,6 +108,8 @@ pub struct TokenBatch {
     pub text: String,
     /// One per id when the job asked for them, else empty.
     pub logprobs: Vec<TokenLogprob>,
+    /// The answer as an engine beside the node wrote it; empty when the home is to write it.
+    pub wire: Wire,
 }
 
 /// Log-probability of a chosen token and of the likeliest alternatives.
@@ -118,7 +124,7 @@ pub struct TokenLogprob {
 }
 
 /// How a job ended.
-#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Finish {
     /// Why.
     pub reason: FinishReason,
@@ -126,6 +132,10 @@ pub struct Finish {
     pub output_tokens: u32,
     /// Text that was held back until now.
     pub text: String,
+    /// Prompt length, where the home cannot know it otherwise.
+    pub prompt_tokens: Option<u32>,
+    /// The end of the answer as an engine beside the node wrote it; empty when the home is to write it.
+    pub wire: Wire,
 }
 
 /// OpenAI's `finish_reason`.
@@ -165,17 +175,18 @@ pub enum EngineError {
 /// An engine. Methods may be called from any task and never wait for a step of the model.
 #[async_trait]
 pub trait Engine: Send + Sync + fmt::Debug {
-    /// What is fixed about it.
-    fn facts(&self) -> &EngineFacts;
+    /// What it is now.
+    fn facts(&self) -> Arc<EngineFacts>;
 
     /// Its load now. `incarnation` and `seq` are zero: the node fills them in.
     fn load(&self) -> LoadSummary;
 
-    /// Signals that the load changed, at most once a step.
+    /// Signals that the load or the facts changed, at most once a step.
     fn load_changed(&self) -> watch::Receiver<()>;
 
     /// Reads a request body: checks it, renders the chat template, tokenises, clamps `max_tokens` to
-    /// the context. Pure in (kind, body): every engine with the same fingerprint answers alike.
+    /// the context. Pure in (kind, body): every engine with the same fingerprint answers alike. The prompt is empty
+    /// when the engine reads the body itself, once it is submitted.
     async fn prepare(&self, kind: RequestKind, body: Bytes) -> Result<Prepared, EngineError>;
 
     /// Promises room until the lease ends or a job with this reservation is submitted.

@@ -11,20 +11,24 @@ use shoal_migrate::CopyManner;
 use tokio::sync::mpsc;
 
 use crate::engine::moving::JobStatus;
-use crate::engine::work::RequestKind;
+use crate::engine::work::{Fit, HttpAsk, RequestKind};
 use crate::engine::{Finish, TokenBatch};
 use crate::mesh::messages::MoveAnswer;
-use crate::openai::GenerateRequest;
+use crate::openai::Sketch;
 
-/// A client's request, parsed, with its body untouched.
+/// A client's request, with its body untouched.
 #[derive(Clone, Debug)]
 pub struct ClientAsk {
-    /// The path it came in on.
-    pub kind: RequestKind,
+    /// What it asks for, if the mesh reads its path.
+    pub kind: Option<RequestKind>,
+    /// As it came.
+    pub http: HttpAsk,
     /// As sent.
     pub body: Bytes,
-    /// As read.
-    pub parsed: GenerateRequest,
+    /// What every node must know of it.
+    pub sketch: Sketch,
+    /// Which nodes can take it.
+    pub fit: Fit,
 }
 
 /// A request that a host has taken. Dropping it aborts it, in every phase.
@@ -119,6 +123,9 @@ pub trait Frontend: Send + Sync + fmt::Debug {
 
     /// Whether this node takes client requests: not shutting down.
     fn accepting(&self) -> bool;
+
+    /// Times that a request lost its KV at this node's engine.
+    fn preemptions(&self) -> u64;
 
     /// Nodes that could run something now: live, ready, with a known load.
     fn usable_nodes(&self) -> usize;

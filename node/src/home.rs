@@ -14,7 +14,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use rand::RngExt;
 use rand::rngs::StdRng;
-use shoal_gossip::{NodeId, RequestId, Tokens};
+use shoal_gossip::{ModelApi, ModelFacts, NodeId, RequestId, Tokens};
 use shoal_migrate::ClaimAnswer;
 use shoal_migrate::session::Claim;
 use tokio::sync::mpsc;
@@ -22,7 +22,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::dispatch::{Need, PlacementLimits, PolicyName};
-use crate::engine::work::{Prepared, Priority, RequestKind};
+use crate::engine::work::{Fit, HttpAsk, Prepared, Priority, RequestKind};
 use crate::engine::{Engine, EngineError};
 pub use crate::home::desk::Whereabouts;
 
@@ -30,10 +30,10 @@ use crate::frontend::{ClientAsk, HomeError, Running};
 use crate::home::desk::Desk;
 use crate::home::follow::Follower;
 use crate::knowledge::Knowledge;
-use crate::ledger::Ledger;
+use crate::ledger::{Ledger, Verdict};
 use crate::links::Links;
+use crate::mesh::messages::Frame;
 use crate::metrics::Metrics;
-use crate::openai::{GenerateRequest, PromptInput};
 
 /// Events that may wait for a client. With the frames and engine events behind them this bounds what
 /// a stalled client holds to about a hundred small values; then its request pauses.
@@ -96,9 +96,11 @@ pub struct HomeParts {
 #[derive(Debug)]
 struct Request {
     id: RequestId,
-    kind: RequestKind,
+    kind: Option<RequestKind>,
+    http: HttpAsk,
     body: Bytes,
     model: String,
+    fit: Fit,
     /// As read by this node's engine, or by the first host.
     prepared: Option<Prepared>,
     prompt: Tokens,
@@ -109,9 +111,23 @@ struct Request {
 }
 
 impl Request {
+    /// Judges a frame. What an engine beside its host made of the body is kept for whoever goes on with it.
+    fn accept(&mut self, frame: Frame) -> Verdict {
+        let verdict = self.ledger.accept(frame);
+        if self.prepared.is_none()
+            && let Some(on) = self.ledger.going_on()
+        {
+            self.prompt = Tokens(u32::try_from(on.prepared.prompt.len()).unwrap_or(u32::MAX));
+            self.max_output = Tokens(on.prepared.params.max_tokens);
+            self.prepared = Some(on.prepared.clone());
+        }
+        verdict
+    }
+
     fn need(&self, excluded: BTreeSet<NodeId>) -> Need {
         Need {
             model: self.model.clone(),
+            fit: self.ledger.fit().unwrap_or(self.fit),
             prompt: self.prompt,
             generated: Tokens(self.ledger.count()),
             excluded,
@@ -154,6 +170,11 @@ impl Home {
         self.desk.find(request)
     }
 
+    /// Times that a request lost its KV at this node's engine.
+    pub fn preemptions(&self) -> u64 {
+        self.engine.preemptions()
+    }
+
     /// All running requests of this home.
     pub fn running(&self) -> Vec<(RequestId, Whereabouts)> {
         self.desk.all()
@@ -183,39 +204,26 @@ impl Home {
 
     /// Reads the request with this node's tokenizer where it serves the model, else estimates.
     async fn read(&self, ask: ClientAsk) -> Result<Request, HomeError> {
-        let ClientAsk { kind, body, parsed } = ask;
-        let serves = self
-            .engine
-            .facts()
-            .models
-            .iter()
-            .any(|model| model.id == parsed.model);
-        let prepared = if serves {
-            match self.engine.prepare(kind, body.clone()).await {
-                Ok(prepared) => Some(prepared),
-                Err(EngineError::BadRequest { message, param }) => {
-                    return Err(HomeError::BadRequest { message, param });
-                }
-                // The own engine is no judge when it is broken; another host reads the body itself.
-                Err(
-                    EngineError::UnknownModel(_)
-                    | EngineError::QueueFull
-                    | EngineError::NotReady
-                    | EngineError::Broken(_),
-                ) => None,
-            }
-        } else {
-            None
+        let ClientAsk {
+            kind,
+            http,
+            body,
+            sketch,
+            fit,
+        } = ask;
+        let prepared = match kind {
+            Some(kind) if fit == Fit::Any => self.prepare(kind, &body, &sketch.model).await?,
+            Some(_) | None => None,
         };
-        let context = self.context_of(&parsed.model);
+        let context = self.context_of(&sketch.model);
         let (prompt, max_output) = match &prepared {
             Some(prepared) => (
                 Tokens(u32::try_from(prepared.prompt.len()).unwrap_or(u32::MAX)),
                 Tokens(prepared.params.max_tokens),
             ),
             None => (
-                estimated_prompt(&parsed).min(context),
-                parsed.max_tokens.map_or(context, Tokens).min(context),
+                sketch.prompt.min(context),
+                sketch.max_tokens.map_or(context, Tokens).min(context),
             ),
         };
         let (serial, seed) = {
@@ -229,15 +237,44 @@ impl Home {
         Ok(Request {
             id,
             kind,
+            http,
             body,
-            model: parsed.model,
+            model: sketch.model,
+            fit,
             prompt,
             max_output,
-            priority: parsed.priority,
-            seed: parsed.seed.unwrap_or(seed),
+            priority: sketch.priority,
+            seed: sketch.seed.unwrap_or(seed),
             ledger: Ledger::new(id, max_output.0),
             prepared,
         })
+    }
+
+    /// The body as this node's engine reads it; `None` when it does not.
+    async fn prepare(
+        &self,
+        kind: RequestKind,
+        body: &Bytes,
+        model: &str,
+    ) -> Result<Option<Prepared>, HomeError> {
+        let facts = self.engine.facts();
+        let reads = |served: &ModelFacts| served.id == model && served.api == ModelApi::Tokens;
+        if !facts.models.iter().any(reads) {
+            return Ok(None);
+        }
+        match self.engine.prepare(kind, body.clone()).await {
+            Ok(prepared) => Ok(Some(prepared)),
+            Err(EngineError::BadRequest { message, param }) => {
+                Err(HomeError::BadRequest { message, param })
+            }
+            // The own engine is no judge when it is broken; another host reads the body itself.
+            Err(
+                EngineError::UnknownModel(_)
+                | EngineError::QueueFull
+                | EngineError::NotReady
+                | EngineError::Broken(_),
+            ) => Ok(None),
+        }
     }
 
     /// Longest context that a live node offers for the model; bounds estimates and the ledger.
@@ -251,22 +288,6 @@ impl Home {
             .max()
             .unwrap_or_default()
     }
-}
-
-/// Prompt length of a model whose tokenizer is elsewhere: a token is about four bytes of text.
-fn estimated_prompt(parsed: &GenerateRequest) -> Tokens {
-    /// Usual for English under byte-pair vocabularies; other scripts have fewer bytes a token, and the
-    /// host corrects the estimate when it tokenises.
-    const BYTES_PER_TOKEN: usize = 4;
-    let length = match &parsed.prompt {
-        PromptInput::Chat(messages) => {
-            let bytes: usize = messages.iter().map(|message| message.content.len()).sum();
-            bytes / BYTES_PER_TOKEN
-        }
-        PromptInput::Text(text) => text.len() / BYTES_PER_TOKEN,
-        PromptInput::Tokens(ids) => ids.len(),
-    };
-    Tokens(u32::try_from(length.max(1)).unwrap_or(u32::MAX))
 }
 
 #[cfg(test)]

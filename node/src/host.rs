@@ -5,13 +5,14 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use bytes::Bytes;
 use futures::future::join_all;
-use shoal_gossip::{Blocks, Epoch, LoadSummary, NodeId, RequestId};
+use shoal_gossip::{Blocks, Epoch, LoadSummary, ModelApi, NodeId, RequestId};
 use tokio::sync::mpsc;
 use tracing::debug;
 
 use crate::dispatch::{Candidate, Freeness, Need, Pool, better_elsewhere, demand_at, should_probe};
-use crate::engine::work::{Job, Prepared};
+use crate::engine::work::{Job, Prepared, RequestKind};
 use crate::engine::{Engine, EngineError, EngineEvent, ReservationId, ReserveAsk, ReserveRefusal};
 use crate::home::Home;
 use crate::knowledge::Knowledge;
@@ -136,7 +137,7 @@ impl Host {
             .facts()
             .models
             .iter()
-            .any(|model| model.id == offer.model)
+            .any(|model| model.id == offer.model && offer.fit.takes(model))
         {
             return Answer::Refuse(RefuseReason::WrongModel);
         }
@@ -168,6 +169,7 @@ impl Host {
         excluded.insert(self.knowledge.this());
         let need = Need {
             model: offer.model.clone(),
+            fit: offer.fit,
             prompt: offer.prompt,
             generated: offer.generated,
             excluded,
@@ -211,34 +213,59 @@ impl Host {
         better_elsewhere(&own, &probed)
     }
 
+    /// The body as this engine reads it, or next to nothing if it reads it by itself.
+    async fn read(
+        &self,
+        model: &str,
+        kind: Option<RequestKind>,
+        body: &Bytes,
+    ) -> Result<Prepared, EngineError> {
+        let facts = self.engine.facts();
+        let served = facts.models.iter().find(|served| served.id == model);
+        match (served.map(|served| served.api), kind) {
+            (None, _) => Err(EngineError::UnknownModel(model.to_owned())),
+            (Some(ModelApi::Tokens), Some(kind)) => self.engine.prepare(kind, body.clone()).await,
+            (Some(ModelApi::Tokens), None) => Err(EngineError::BadRequest {
+                message: "the engine of this model does not take this path".into(),
+                param: None,
+            }),
+            (Some(ModelApi::Http), _) => Ok(Prepared::unread(model)),
+        }
+    }
+
     async fn start(&self, submit: Submit) -> Result<Started, EngineError> {
         let Submit {
             request,
             epoch,
             reservation,
+            model,
             kind,
+            http,
             body,
             seed,
             prepared,
             generated,
+            spoken,
         } = submit;
         let given = prepared.is_some();
         let mut prepared = match prepared {
             Some(prepared) => prepared,
-            None => self.engine.prepare(kind, body.clone()).await?,
+            None => self.read(&model, kind, &body).await?,
         };
         if !prepared.seeded {
             prepared.params.seed = seed;
         }
-        let told = (!given).then(|| prepared.clone());
+        let told = (!given && !prepared.prompt.is_empty()).then(|| prepared.clone());
         let prompt_tokens = u32::try_from(prepared.prompt.len()).unwrap_or(u32::MAX);
         let events = self.engine.submit(Job {
             request,
             epoch,
             kind,
+            http,
             body,
             prepared,
             generated,
+            spoken,
             reservation: reservation.map(ReservationId),
         })?;
         Ok(Started {

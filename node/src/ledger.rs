@@ -5,13 +5,15 @@ use shoal_gossip::{Epoch, NodeId, RequestId};
 use shoal_migrate::ClaimAnswer;
 use shoal_migrate::session::{Arbiter, Claim};
 
+use crate::engine::answer::{GoingOn, Spoken};
+use crate::engine::work::Fit;
 use crate::engine::{EngineError, Finish, TokenBatch};
 use crate::mesh::messages::{Frame, FrameBody};
 
 /// What a frame means.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Verdict {
-    /// Give these tokens to the client: the next indexes, never seen before.
+    /// Give these tokens, or this piece of an answer, to the client: the next indexes, never seen before.
     Deliver(TokenBatch),
     /// The request is complete.
     Finish(Finish),
@@ -35,7 +37,22 @@ pub struct Ledger {
     arbiter: Arbiter,
     received: Vec<u32>,
     limit: usize,
+    answer: Answer,
     finished: bool,
+}
+
+/// Who writes the answer.
+#[derive(Clone, Debug)]
+enum Answer {
+    /// The home, from ids and text.
+    Written,
+    /// An engine beside a node. Once a client has a part of it, it goes on as it began, or not at all.
+    Relayed {
+        /// What another engine needs; `None` when none can.
+        going_on: Option<Box<GoingOn>>,
+        /// All text so far.
+        spoken: String,
+    },
 }
 
 impl Ledger {
@@ -46,6 +63,7 @@ impl Ledger {
             arbiter: Arbiter::new(),
             received: Vec::new(),
             limit: max_tokens as usize,
+            answer: Answer::Written,
             finished: false,
         }
     }
@@ -70,6 +88,35 @@ impl Ledger {
     pub fn claim(&mut self, by: NodeId, claim: Claim) -> ClaimAnswer {
         let received = self.count();
         self.arbiter.claim(by, claim, received)
+    }
+
+    /// What another engine needs to go on with an answer that was begun.
+    pub fn going_on(&self) -> Option<&GoingOn> {
+        match &self.answer {
+            Answer::Written => None,
+            Answer::Relayed { going_on, .. } => going_on.as_deref(),
+        }
+    }
+
+    /// Whether a client has a part of an answer that only its engine can finish.
+    pub fn is_torn(&self) -> bool {
+        matches!(&self.answer, Answer::Relayed { going_on: None, .. })
+    }
+
+    /// Which nodes can go on with an answer that was begun; `None` when none was.
+    pub fn fit(&self) -> Option<Fit> {
+        self.going_on().map(|on| Fit::Same(on.fingerprint))
+    }
+
+    /// The text that the client got for the ids it got, where an engine wrote it.
+    pub fn spoken(&self) -> Vec<Spoken> {
+        match &self.answer {
+            Answer::Relayed { spoken, .. } if !self.received.is_empty() => vec![Spoken {
+                end: self.count(),
+                text: spoken.clone(),
+            }],
+            Answer::Relayed { .. } | Answer::Written => Vec::new(),
+        }
     }
 
     /// How many output tokens were received.
@@ -102,6 +149,14 @@ impl Ledger {
         let expected = self.received.len();
         let first = batch.index as usize;
         let end = first.saturating_add(batch.ids.len());
+        if batch.ids.is_empty() && !batch.wire.is_empty() && first == expected {
+            // Bytes without ids: from here on nobody knows where the request is.
+            self.answer = Answer::Relayed {
+                going_on: None,
+                spoken: String::new(),
+            };
+            return Verdict::Deliver(batch);
+        }
         if end <= expected {
             return Verdict::Ignore;
         }
@@ -110,6 +165,15 @@ impl Ledger {
             return self.gap(batch.index);
         }
         self.received.extend_from_slice(&batch.ids);
+        if let Some(head) = &batch.wire.head {
+            self.answer = Answer::Relayed {
+                going_on: head.going_on.clone().map(Box::new),
+                spoken: String::new(),
+            };
+        }
+        if let Answer::Relayed { spoken, .. } = &mut self.answer {
+            spoken.push_str(&batch.text);
+        }
         Verdict::Deliver(batch)
     }
 
@@ -123,9 +187,13 @@ impl Ledger {
 
 #[cfg(test)]
 mod tests {
+    use bytes::Bytes;
+
     use super::*;
 
     use crate::engine::FinishReason;
+    use crate::engine::answer::{AnswerHead, ChunkShape, Wire};
+    use crate::engine::work::Prepared;
 
     const REQUEST: RequestId = RequestId {
         home: NodeId(1),
@@ -157,6 +225,7 @@ mod tests {
                 ids: ids.to_vec(),
                 text: format!("{ids:?}"),
                 logprobs: Vec::new(),
+                wire: Wire::default(),
             }),
         )
     }
@@ -168,6 +237,8 @@ mod tests {
                 reason: FinishReason::Stop,
                 output_tokens,
                 text: String::new(),
+                wire: Wire::default(),
+                prompt_tokens: None,
             }),
         )
     }
@@ -287,5 +358,72 @@ mod tests {
         );
         ledger.pass_on(HOST);
         assert_eq!(ledger.accept(failed(1)), Verdict::Ignore);
+    }
+
+    fn head(goes_on: bool) -> Box<AnswerHead> {
+        let going_on = goes_on.then(|| GoingOn {
+            prepared: Prepared::unread("m"),
+            fingerprint: 9,
+            shape: ChunkShape {
+                id: "c".into(),
+                created: 1,
+                model: "m".into(),
+                fingerprint: None,
+                ids: false,
+            },
+        });
+        Box::new(AnswerHead {
+            status: 200,
+            going_on,
+            ..AnswerHead::default()
+        })
+    }
+
+    fn relayed(index: u32, ids: &[u32], head: Option<Box<AnswerHead>>) -> Frame {
+        let batch = TokenBatch {
+            index,
+            ids: ids.to_vec(),
+            text: "x".repeat(ids.len()),
+            wire: Wire {
+                head,
+                bytes: Bytes::from_static(b"data: {}\n\n"),
+            },
+            ..TokenBatch::default()
+        };
+        frame(1, FrameBody::Tokens(batch))
+    }
+
+    #[test]
+    fn an_answer_of_an_engine_keeps_what_it_takes_to_go_on() {
+        let mut ledger = ledger();
+        assert_eq!((ledger.fit(), ledger.is_torn()), (None, false));
+        ledger.accept(relayed(0, &[7], Some(head(true))));
+        ledger.accept(relayed(1, &[8, 9], None));
+        assert_eq!(
+            (ledger.fit(), ledger.is_torn()),
+            (Some(Fit::Same(9)), false)
+        );
+        let spoken = Spoken {
+            end: 3,
+            text: "xxx".into(),
+        };
+        assert_eq!(ledger.spoken(), [spoken]);
+    }
+
+    #[test]
+    fn an_answer_whose_ids_nobody_knows_is_its_engines_alone() {
+        let mut one = ledger();
+        one.accept(relayed(0, &[7], Some(head(false))));
+        assert!(one.is_torn());
+        let mut two = ledger();
+        two.accept(relayed(0, &[7], Some(head(true))));
+        assert!(!two.is_torn());
+        // Bytes without ids: delivered, and from here on nobody can say where it is.
+        assert!(matches!(
+            two.accept(relayed(1, &[], None)),
+            Verdict::Deliver(_)
+        ));
+        assert!(two.is_torn());
+        assert!(matches!(two.accept(relayed(0, &[], None)), Verdict::Ignore));
     }
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::FutureExt;
 use shoal_gossip::NodeId;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
@@ -76,8 +77,8 @@ impl Links {
         let (sender, receiver) = mpsc::channel(LOCAL_FRAMES);
         let host = Arc::clone(&self.host);
         let this = self.this;
-        self.tasks
-            .spawn(async move { host.serve(this, open, sender).await });
-        Ok(FrameReceiver::local(receiver))
+        let serving = async move { host.serve(this, open, sender).await }.boxed();
+        let tasks = self.tasks.clone();
+        Ok(FrameReceiver::local(receiver, serving, tasks))
     }
 }

@@ -16,12 +16,16 @@ mod testing;
 pub mod tls;
 
 use std::fmt;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures::future::BoxFuture;
 use shoal_gossip::{LoadSummary, NodeId};
+use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio_util::sync::DropGuard;
+use tokio_util::task::TaskTracker;
 
 use crate::mesh::messages::{Answer, Ask, Frame, Open};
 
@@ -107,18 +111,66 @@ pub enum StreamError {
 }
 
 /// Home's end of a token stream. Dropping it aborts the request at the host.
-#[derive(Debug)]
 pub struct FrameReceiver {
     source: FrameSource,
     _reader: Option<DropGuard>,
 }
 
-#[derive(Debug)]
 enum FrameSource {
     /// Filled by a task that reads the network.
     Remote(mpsc::Receiver<Result<Frame, StreamError>>),
     /// Filled by this node's own host.
-    Local(mpsc::Receiver<Frame>),
+    Local(Local),
+}
+
+/// This node's own host at work for this node's home, in the home's task: a task of its own would be woken for each token,
+/// on another thread more often than not.
+struct Local {
+    frames: mpsc::Receiver<Frame>,
+    /// `None` once it has ended. Never locked: the lock lets it be shared between threads, which the future alone cannot.
+    serving: Mutex<Option<BoxFuture<'static, ()>>>,
+    tasks: TaskTracker,
+}
+
+impl Local {
+    async fn next(&mut self) -> Option<Frame> {
+        loop {
+            let place = self
+                .serving
+                .get_mut()
+                .unwrap_or_else(PoisonError::into_inner);
+            let Some(serving) = place else {
+                return self.frames.recv().await;
+            };
+            tokio::select! {
+                biased;
+                frame = self.frames.recv() => return frame,
+                () = serving => *place = None,
+            }
+        }
+    }
+}
+
+impl Drop for Local {
+    /// The host may have to outlive its home's interest: a hand-over may hang on the job.
+    fn drop(&mut self) {
+        self.frames.close();
+        // Without a runtime nothing runs any more that it could wait for.
+        let serving = self.serving.get_mut();
+        let serving = serving.unwrap_or_else(PoisonError::into_inner).take();
+        if let Some((serving, runtime)) = serving.zip(Handle::try_current().ok()) {
+            self.tasks.spawn_on(serving, &runtime);
+        }
+    }
+}
+
+impl fmt::Debug for FrameReceiver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let local = matches!(self.source, FrameSource::Local(_));
+        f.debug_struct("FrameReceiver")
+            .field("local", &local)
+            .finish_non_exhaustive()
+    }
 }
 
 impl FrameReceiver {
@@ -133,10 +185,19 @@ impl FrameReceiver {
         }
     }
 
-    /// Frames of this node's own host.
-    pub fn local(frames: mpsc::Receiver<Frame>) -> Self {
+    /// Frames of this node's own host, whose work is done while they are waited for, and in `tasks` when nobody does any more.
+    pub fn local(
+        frames: mpsc::Receiver<Frame>,
+        serving: BoxFuture<'static, ()>,
+        tasks: TaskTracker,
+    ) -> Self {
+        let serving = Mutex::new(Some(serving));
         Self {
-            source: FrameSource::Local(frames),
+            source: FrameSource::Local(Local {
+                frames,
+                serving,
+                tasks,
+            }),
             _reader: None,
         }
     }
@@ -145,7 +206,7 @@ impl FrameReceiver {
     pub async fn next(&mut self) -> Option<Result<Frame, StreamError>> {
         match &mut self.source {
             FrameSource::Remote(frames) => frames.recv().await,
-            FrameSource::Local(frames) => frames.recv().await.map(Ok),
+            FrameSource::Local(local) => local.next().await.map(Ok),
         }
     }
 }
@@ -161,6 +222,6 @@ pub trait StreamPlane: Send + Sync + fmt::Debug {
 #[async_trait]
 pub trait StreamHandler: Send + Sync + fmt::Debug {
     /// Runs one request, or streams one that runs, sending frames until it ends. `frames` closed means that the home is gone
-    /// or gave up: the handler aborts the job and returns. Runs in its own task.
+    /// or gave up: the handler aborts the job and returns.
     async fn serve(&self, from: NodeId, open: Open, frames: mpsc::Sender<Frame>);
 }

@@ -223,6 +223,9 @@ impl Moves {
         if matches!(job.phase, JobPhase::Paused | JobPhase::Arriving) {
             return stayed("it is being moved");
         }
+        if job.phase == JobPhase::Pinned {
+            return stayed("only the engine that runs it can finish it as it began");
+        }
         if self.ways.get().is_none() || self.knowledge.view().row(to).is_none() {
             return stayed("that node is not in the mesh");
         }

@@ -16,6 +16,7 @@ use shoal_gossip::{
 
 use crate::dispatch::{Candidate, Freeness, Need, Pool, World};
 use crate::engine::moving::{JobPhase, JobStatus};
+use crate::engine::work::Fit;
 
 /// When a request is moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,15 +38,16 @@ pub struct RescheduleLimits {
 }
 
 impl RescheduleLimits {
-    /// Two others at random among those that serve the model and have plenty, by loads of at most this age.
+    /// Two others at random among those that serve the model as `fit` says and have plenty, by loads of at most this age.
     pub fn draw(
         &self,
-        model: &str,
+        (model, fit): (&str, Fit),
         max_age: Duration,
         world: &mut World<'_>,
     ) -> (Option<Candidate>, Option<Candidate>) {
         let need = Need {
             model: model.to_owned(),
+            fit,
             prompt: Tokens::ZERO,
             generated: Tokens::ZERO,
             excluded: BTreeSet::from([world.this]),
@@ -178,7 +180,7 @@ impl Rescheduler {
         let worth = match job.phase {
             JobPhase::Decode => job.max_output - job.output >= self.limits.min_output_left,
             JobPhase::Waiting => true,
-            JobPhase::Prefill | JobPhase::Paused | JobPhase::Arriving => false,
+            JobPhase::Prefill | JobPhase::Paused | JobPhase::Arriving | JobPhase::Pinned => false,
         };
         // A full bucket lets even the largest go, or it never would.
         let affordable =

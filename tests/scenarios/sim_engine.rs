@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use shoal_gossip::{Epoch, MonotonicClock, NodeId, RequestId, Tokens};
 use shoal_node::engine::sim::{self, SimConfig};
-use shoal_node::engine::work::{Job, RequestKind};
+use shoal_node::engine::work::{HttpAsk, Job, RequestKind};
 use shoal_node::engine::{Engine, EngineEvent, FinishReason};
 use shoal_tests::engine_contract::Shape;
 use shoal_tests::engine_contract_tests;
@@ -51,7 +51,9 @@ async fn an_output_has_a_length_of_its_own_and_ends_with_the_end_token() {
             serial: 1,
         },
         epoch: Epoch::FIRST,
-        kind: RequestKind::Chat,
+        kind: Some(RequestKind::Chat),
+        http: HttpAsk::default(),
+        spoken: Vec::new(),
         body,
         prepared,
         generated: Vec::new(),

@@ -38,6 +38,7 @@ pub fn config(data_dir: &Path) -> NodeConfig {
             listen: loopback,
             api_key_file: None,
             tls: None,
+            vllm_names: true,
             max_body_bytes: 1 << 20,
             max_requests: 512,
             header_timeout: Duration::from_secs(10),

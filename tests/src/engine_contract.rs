@@ -23,7 +23,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use shoal_gossip::{Blocks, Epoch, LoadSummary, NodeId, RequestId, Tokens};
-use shoal_node::engine::work::{Job, Prepared, Priority, RequestKind, SamplingParams};
+use shoal_node::engine::work::{HttpAsk, Job, Prepared, Priority, RequestKind, SamplingParams};
 use shoal_node::engine::{
     Engine, EngineEvent, Finish, FinishReason, ReservationId, TokenLogprob, starting_demand,
 };
@@ -130,7 +130,9 @@ fn job(engine: &dyn Engine, serial: u64, prompt_len: usize, max_tokens: u32) -> 
             serial,
         },
         epoch: Epoch::FIRST,
-        kind: RequestKind::Completion,
+        kind: Some(RequestKind::Completion),
+        http: HttpAsk::default(),
+        spoken: Vec::new(),
         body: Bytes::new(),
         prepared: Prepared {
             model: engine.facts().models[0].id.clone(),

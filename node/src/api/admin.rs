@@ -8,9 +8,11 @@ use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::IntoResponse;
 use serde::Serialize;
-use shoal_gossip::{Blocks, ClusterView, LoadSummary, ModelFacts, NodeRow, Readiness, Timestamp};
+use shoal_gossip::{
+    Blocks, ClusterView, LoadBasis, LoadSummary, ModelFacts, NodeRow, Readiness, Timestamp,
+};
 
-use crate::api::Api;
+use crate::api::{Api, vllm_names};
 use crate::dispatch::Freeness;
 use crate::metrics::CONTENT_TYPE as METRICS_TYPE;
 
@@ -71,7 +73,13 @@ pub(super) async fn version() -> impl IntoResponse {
 pub(super) async fn metrics(State(api): State<Arc<Api>>) -> impl IntoResponse {
     let view = api.frontend.view();
     api.metrics.show_view(&view, api.frontend.now());
-    ([(CONTENT_TYPE, METRICS_TYPE)], api.metrics.render())
+    let mut text = api.metrics.render();
+    if api.config.vllm_names
+        && let Some(own) = view.row(api.frontend.this())
+    {
+        text.push_str(&vllm_names::lines(own, api.frontend.preemptions()));
+    }
+    ([(CONTENT_TYPE, METRICS_TYPE)], text)
 }
 
 /// The view: every live node with its facts, its newest load and how old that is.
@@ -134,6 +142,8 @@ struct LoadBody {
     queue_room: u32,
     prefill_backlog_tokens: u32,
     step_time_us: u32,
+    /// Whether the engine in the process counted this, an engine beside it told it, or it is estimated.
+    basis: &'static str,
     /// KV blocks left per request, for a new request; null when the node takes none.
     freeness_blocks: Option<f64>,
 }
@@ -190,6 +200,15 @@ impl<'a> ModelBody<'a> {
     }
 }
 
+/// One word for where a load comes from.
+pub(super) fn basis(basis: LoadBasis) -> &'static str {
+    match basis {
+        LoadBasis::Exact => "exact",
+        LoadBasis::Polled => "polled",
+        LoadBasis::Estimated => "estimated",
+    }
+}
+
 impl LoadBody {
     fn new(load: LoadSummary) -> Self {
         Self {
@@ -207,6 +226,7 @@ impl LoadBody {
             queue_room: load.queue_room,
             prefill_backlog_tokens: load.prefill_backlog.0,
             step_time_us: load.step_time_us,
+            basis: basis(load.basis),
             freeness_blocks: Some(Freeness::for_dispatch(&load, Blocks::ZERO).blocks())
                 .filter(|blocks| blocks.is_finite()),
         }

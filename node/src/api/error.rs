@@ -10,6 +10,7 @@ use axum::http::{HeaderValue, Method, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 
+use crate::api::route;
 use crate::engine::EngineError;
 use crate::frontend::HomeError;
 
@@ -266,11 +267,11 @@ fn shown(uri: &Uri) -> &str {
 }
 
 /// Answers requests to paths that do not exist.
-pub(super) async fn unknown_path(uri: Uri) -> ApiError {
+pub(super) fn unknown_path(uri: &Uri) -> ApiError {
     let message = format!(
         "there is no {}; requests go to POST /v1/chat/completions or POST /v1/completions, models are \
          at GET /v1/models",
-        shown(&uri)
+        shown(uri)
     );
     ApiError::new(ErrorKind::UnknownPath, message)
 }
@@ -278,7 +279,13 @@ pub(super) async fn unknown_path(uri: Uri) -> ApiError {
 /// Answers requests with a method that their path does not take. axum adds `Allow`.
 pub(super) async fn wrong_method(method: Method, uri: Uri) -> ApiError {
     let path = shown(&uri);
-    let hint = if path.ends_with("/completions") || path.ends_with("/migrate") {
+    let takes_post = [
+        "/completions",
+        "/migrate",
+        route::GENERATE,
+        route::BENCHMARK,
+    ];
+    let hint = if takes_post.iter().any(|end| path.ends_with(end)) {
         "use POST with a JSON body"
     } else {
         "use GET"

@@ -24,12 +24,13 @@ struct Model<'a> {
 }
 
 impl<'a> Model<'a> {
-    fn new(facts: &'a ModelFacts) -> Self {
+    fn new(facts: &'a ModelFacts, vllm_names: bool) -> Self {
         Self {
             id: &facts.id,
             object: "model",
             created: facts.created,
-            owned_by: "shoal",
+            // Some routers tell by it what they talk to.
+            owned_by: if vllm_names { "vllm" } else { "shoal" },
             max_model_len: facts.context.0,
         }
     }
@@ -44,9 +45,13 @@ struct List<'a> {
 /// All of them.
 pub(super) async fn list(State(api): State<Arc<Api>>) -> Response {
     let models = api.frontend.models();
+    let names = api.config.vllm_names;
     let list = List {
         object: "list",
-        data: models.iter().map(Model::new).collect(),
+        data: models
+            .iter()
+            .map(|model| Model::new(model, names))
+            .collect(),
     };
     Json(list).into_response()
 }
@@ -63,7 +68,7 @@ pub(super) async fn one(
     };
     let models = api.frontend.models();
     match models.iter().find(|model| model.id == id) {
-        Some(model) => Ok(Json(Model::new(model)).into_response()),
+        Some(model) => Ok(Json(Model::new(model, api.config.vllm_names)).into_response()),
         None => {
             let shown: String = id.chars().take(MAX_MODEL_NAME).collect();
             Err(ApiError::unknown_model(&shown))

@@ -2,6 +2,7 @@
 
 mod admin;
 mod bounds;
+mod demo;
 mod errors;
 mod leaving;
 mod requests;

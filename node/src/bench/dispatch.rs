@@ -8,14 +8,15 @@ use std::time::Duration;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use shoal_gossip::{
-    BlockSize, Blocks, ClusterView, Incarnation, LoadSummary, ModelFacts, NodeFacts, NodeId,
-    NodeRow, Readiness, Role, Timestamp, Tokens,
+    BlockSize, Blocks, ClusterView, Incarnation, LoadSummary, ModelApi, ModelFacts, NodeFacts,
+    NodeId, NodeRow, Readiness, Role, Timestamp, Tokens,
 };
 
 use crate::bench::{clock, micros, quantile};
 use crate::dispatch::{
     Corrections, Need, Placement, PlacementLimits, Policy, PolicyName, Step, World,
 };
+use crate::engine::work::Fit;
 use crate::mesh::messages::PROTOCOL;
 
 /// Mesh sizes that are measured.
@@ -100,6 +101,7 @@ fn limits() -> PlacementLimits {
 fn need() -> Need {
     Need {
         model: "SmolLM2-135M-Instruct".into(),
+        fit: Fit::Any,
         prompt: Tokens(500),
         generated: Tokens::ZERO,
         excluded: BTreeSet::new(),
@@ -151,6 +153,7 @@ fn facts(node: NodeId) -> NodeFacts {
             context: Tokens(8_192),
             fingerprint: 1,
             created: 0,
+            api: ModelApi::Tokens,
         }],
         version: String::new(),
     }

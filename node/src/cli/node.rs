@@ -8,7 +8,8 @@ use clap::{ArgMatches, Args};
 use crate::cli::logging;
 use crate::cli::output::{fail, print};
 use crate::config::{
-    ConfigError, EngineKind, KeySource, NodeConfig, RawNode, Surroundings, inspect, load,
+    ConfigError, EngineKind, KeySource, NodeConfig, RawNode, ServerKind, Surroundings, inspect,
+    load,
 };
 
 /// Flags of `shoal node`.
@@ -147,6 +148,17 @@ fn engine(config: &NodeConfig) -> String {
                 true => ", reproducible",
                 false => "",
             }
+        ),
+        EngineKind::Http(http) => format!(
+            "{} at {}, {}, looked at every {} ms",
+            http.kind
+                .map_or("a server (its kind is found out)", ServerKind::as_str),
+            http.authority,
+            match http.context {
+                Some(tokens) => format!("{tokens} tokens of KV"),
+                None => "as much KV as it says".to_owned(),
+            },
+            http.poll.as_millis(),
         ),
         EngineKind::Sim(sim) => format!(
             "simulated {} at {} times its speed, {}, {}, {}",

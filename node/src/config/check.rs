@@ -2,12 +2,12 @@
 //!
 //! Pure: what the process is surrounded by comes in as a value.
 
+mod engine;
 mod mesh;
 mod moves;
 
 use std::env;
 use std::fmt::Display;
-use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
@@ -15,33 +15,12 @@ use std::time::Duration;
 use tracing_subscriber::EnvFilter;
 
 use crate::config::layers::Given;
-use crate::config::raw::{RawBasics, RawDispatch, RawEngine, RawHttp, RawMesh};
+use crate::config::raw::{RawBasics, RawDispatch, RawHttp, RawMesh};
 use crate::config::{
-    ConfigError, DispatchSettings, EngineKind, EngineSettings, GossipSettings, HttpSettings,
-    LlamaSettings, LogSettings, MAX_BODY_BYTES, NodeConfig, RawNode, ShutdownSettings, SimSettings,
-    TlsFiles,
+    ConfigError, DispatchSettings, GossipSettings, HttpSettings, LogSettings, MAX_BODY_BYTES,
+    NodeConfig, RawNode, ShutdownSettings, TlsFiles,
 };
-use crate::engine::llama::{MAX_CONTEXT_TOKENS, MAX_STEP_TOKENS};
 use crate::mesh::messages::MAX_EXCLUDED;
-
-/// KV of the embedded engine unless said otherwise: one full context of the demo model, 95 to 180 MB.
-const LLAMA_CONTEXT: u32 = 8_192;
-
-/// Sequences of the embedded engine: measured on two cores, more than eight at once add no tokens per second.
-const LLAMA_MAX_SEQUENCES: u32 = 8;
-
-/// Tokens of a step of the embedded engine: measured, 48 prefill tokens keep a step near 250 ms on
-/// two cores; the rest is room for eight sequences that decode.
-const LLAMA_STEP_TOKENS: u32 = 64;
-
-/// Tokens of a step that are left for prompts at least, when many sequences may decode.
-const LLAMA_PROMPT_TOKENS: u32 = 16;
-
-/// llama.cpp's own bound on sequences in a context.
-const LLAMA_SEQUENCES_BOUND: u32 = 256;
-
-/// llama.cpp rounds the KV of a context, and of each sequence in a split one, up to this many tokens.
-const LLAMA_CONTEXT_GRAIN: u32 = 256;
 
 /// Gossip rounds that must fit into the age bound. A load needs about two rounds to arrive, and one
 /// lost datagram costs one more; with fewer than four, nodes would drop out of the view at random.
@@ -115,7 +94,7 @@ pub(super) fn check(
     let mut warnings = Vec::new();
     let dispatch = self::dispatch(&dispatch, &gossip)?;
     let moves = moves::check(&moves)?;
-    let engine = self::engine(engine, given, surroundings)?;
+    let engine = engine::check(engine, given, surroundings)?;
     let mesh = mesh::check(mesh, &basics, listen, surroundings, &mut warnings)?;
     let http = self::http(http, listen)?;
     if http.api_key_file.is_none() && !listen.is_loopback() {
@@ -215,161 +194,6 @@ fn dispatch(raw: &RawDispatch, gossip: &GossipSettings) -> Result<DispatchSettin
     Ok(settings)
 }
 
-fn engine(
-    raw: RawEngine,
-    given: &Given,
-    surroundings: &Surroundings,
-) -> Result<EngineSettings, ConfigError> {
-    let kind = match raw.engine.split_once(':') {
-        None if raw.engine == "llama" => EngineKind::Llama(llama(&raw, surroundings)?),
-        Some(("sim", profile)) if !profile.is_empty() => {
-            EngineKind::Sim(sim(&raw, profile, given)?)
-        }
-        _ => {
-            return Err(wrong(
-                "--engine",
-                format!("there is no engine `{}`", raw.engine),
-                "say `llama`, or `sim:` and a profile such as `sim:a10/llama-2-7b`",
-            ));
-        }
-    };
-    let context = match &kind {
-        EngineKind::Llama(llama) => Some(llama.context),
-        EngineKind::Sim(sim) => sim.context,
-    };
-    let block_size = within("--block-size", raw.block_size, 1..=1_024)?;
-    if context.is_some_and(|context| context < block_size) {
-        return Err(wrong(
-            "--block-size",
-            "a block holds more than the whole context",
-            "lower it, or raise --context",
-        ));
-    }
-    let model_id = raw.model_id.map(model_id).transpose()?;
-    Ok(EngineSettings {
-        kind,
-        model_id,
-        block_size: NonZeroU32::new(block_size).unwrap_or(NonZeroU32::MIN),
-        queue_limit: within("--queue-limit", raw.queue_limit, 1..=65_536)? as usize,
-    })
-}
-
-fn llama(raw: &RawEngine, surroundings: &Surroundings) -> Result<LlamaSettings, ConfigError> {
-    let Some(model) = raw.model.clone() else {
-        return Err(wrong(
-            "--model",
-            "the engine llama needs a model",
-            "name a GGUF file (scripts/fetch-model.sh gets a small one), or say --engine sim:<profile>",
-        ));
-    };
-    if raw.sim_kv.is_some() {
-        return Err(wrong(
-            "--sim-kv",
-            "it has no meaning for a real engine",
-            "leave it out, or say --engine sim:<profile>",
-        ));
-    }
-    if raw.sim_speed.is_some() {
-        return Err(wrong(
-            "--sim-speed",
-            "it has no meaning for the engine llama",
-            "leave it out, or say --engine sim:<profile>",
-        ));
-    }
-    let context = raw.context.unwrap_or(LLAMA_CONTEXT);
-    let context = within(
-        "--context",
-        context,
-        LLAMA_CONTEXT_GRAIN..=MAX_CONTEXT_TOKENS,
-    )?;
-    let max_sequences = raw.max_sequences.unwrap_or(LLAMA_MAX_SEQUENCES);
-    let max_sequences = within("--max-sequences", max_sequences, 1..=LLAMA_SEQUENCES_BOUND)?;
-    let share = context / max_sequences;
-    if raw.reproducible && share < LLAMA_CONTEXT_GRAIN {
-        return Err(wrong(
-            "--context",
-            format!(
-                "with --reproducible each of {max_sequences} sequences would get {share} tokens"
-            ),
-            format!(
-                "give at least {} tokens, or fewer --max-sequences",
-                max_sequences * LLAMA_CONTEXT_GRAIN
-            ),
-        ));
-    }
-    let spare = u32::try_from(surroundings.cores.saturating_sub(1)).unwrap_or(1);
-    Ok(LlamaSettings {
-        model,
-        context,
-        max_sequences,
-        step_tokens: step_tokens_of(
-            raw.step_tokens.unwrap_or_else(|| {
-                LLAMA_STEP_TOKENS.max(max_sequences.saturating_add(LLAMA_PROMPT_TOKENS))
-            }),
-            max_sequences,
-        )?,
-        threads: within(
-            "--threads",
-            raw.threads.unwrap_or_else(|| spare.clamp(1, 512)),
-            1..=512,
-        )?,
-        reproducible: raw.reproducible,
-    })
-}
-
-fn sim(raw: &RawEngine, profile: &str, given: &Given) -> Result<SimSettings, ConfigError> {
-    for (key, flag) in [("model", "--model"), ("threads", "--threads")] {
-        if given.has(key) {
-            return Err(wrong(
-                flag,
-                "it has no meaning for the simulated engine",
-                "leave it out, or say --engine llama",
-            ));
-        }
-    }
-    let range = |flag, value: Option<u32>| {
-        value
-            .map(|value| within(flag, value, 1..=i32::MAX as u32))
-            .transpose()
-    };
-    let max_sequences = range("--max-sequences", raw.max_sequences)?;
-    let step_tokens = match (raw.step_tokens, max_sequences) {
-        (Some(tokens), Some(sequences)) => Some(step_tokens_of(tokens, sequences)?),
-        (tokens, _) => range("--step-tokens", tokens)?,
-    };
-    Ok(SimSettings {
-        profile: profile.to_owned(),
-        kv: raw.sim_kv.unwrap_or_default(),
-        speed: within("--sim-speed", raw.sim_speed.unwrap_or(1.0), 0.001..=1_000.0)?,
-        context: range("--context", raw.context)?,
-        max_sequences,
-        step_tokens,
-    })
-}
-
-fn step_tokens_of(tokens: u32, max_sequences: u32) -> Result<u32, ConfigError> {
-    if tokens <= max_sequences {
-        return Err(wrong(
-            "--step-tokens",
-            format!("{tokens} tokens a step cannot serve {max_sequences} sequences"),
-            "give more than one token for each of --max-sequences, so that prompts advance while all decode",
-        ));
-    }
-    within("--step-tokens", tokens, 1..=MAX_STEP_TOKENS)
-}
-
-fn model_id(id: String) -> Result<String, ConfigError> {
-    let fits = (1..=256).contains(&id.chars().count());
-    if !fits || id.chars().any(|c| c.is_control() || c.is_whitespace()) {
-        return Err(wrong(
-            "--model-id",
-            "it must be 1 to 256 characters without spaces",
-            "give the name that clients put in `model`",
-        ));
-    }
-    Ok(id)
-}
-
 fn http(raw: RawHttp, listen: std::net::IpAddr) -> Result<HttpSettings, ConfigError> {
     let tls = match (raw.tls_cert, raw.tls_key) {
         (Some(cert), Some(key)) => Some(TlsFiles { cert, key }),
@@ -398,6 +222,7 @@ fn http(raw: RawHttp, listen: std::net::IpAddr) -> Result<HttpSettings, ConfigEr
         listen: (listen, raw.http_port).into(),
         api_key_file: raw.api_key_file,
         tls,
+        vllm_names: raw.vllm_names,
         max_body_bytes: usize::try_from(max_body).unwrap_or(usize::MAX),
         max_requests: within("--max-requests", raw.max_requests, 1..=65_536)? as usize,
         header_timeout: millis("--header-timeout-ms", raw.header_timeout_ms, 100..=600_000)?,

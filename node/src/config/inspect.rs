@@ -37,8 +37,16 @@ pub fn inspect(config: &NodeConfig) -> Vec<String> {
     for path in &config.mesh.accepted_keys {
         key_file("--cluster-key-accept-file", path, &mut problems);
     }
-    if let EngineKind::Llama(llama) = &config.engine.kind {
-        model(&llama.model, &mut problems);
+    match &config.engine.kind {
+        EngineKind::Llama(llama) => model(&llama.model, &mut problems),
+        EngineKind::Http(http) => {
+            if let Some(path) = &http.key_file
+                && let Err(error) = fs::read_to_string(path)
+            {
+                problems.push(said("--engine-api-key-file", path, error));
+            }
+        }
+        EngineKind::Sim(_) => {}
     }
     if let Some(path) = &config.http.api_key_file {
         api_keys(path, &mut problems);

@@ -4,13 +4,15 @@
 //! The first paragraph of a field's comment says what it means, the second its unit and what a
 //! larger or smaller value costs; [`describe`] takes them apart for the docs.
 
+mod engine;
 mod groups;
 
 use clap::{Args, CommandFactory, FromArgMatches};
 use serde::de::DeserializeOwned;
 use toml::Table;
 
-pub use groups::{RawBasics, RawDispatch, RawEngine, RawHttp, RawMesh, RawMoves};
+pub use engine::RawEngine;
+pub use groups::{RawBasics, RawDispatch, RawHttp, RawMesh, RawMoves};
 
 /// All settings as written. Nothing is checked but the type of each value.
 #[derive(Clone, Debug, Args)]

@@ -13,6 +13,7 @@ use shoal_gossip::{
 use crate::dispatch::freeness::Freeness;
 use crate::dispatch::policy::Score;
 use crate::engine::starting_demand;
+use crate::engine::work::Fit;
 use crate::mesh::messages::PROTOCOL;
 
 /// Candidates a host draws before it asks the best two of them. With 4 requests wait 1 to 2 % longer, with 16 less than
@@ -24,6 +25,8 @@ const DRAWN_TO_ASK: usize = 8;
 pub struct Need {
     /// The model it names.
     pub model: String,
+    /// Which nodes that serve the model can take it.
+    pub fit: Fit,
     /// Prompt length, exact or estimated.
     pub prompt: Tokens,
     /// Output that must be prefilled with it.
@@ -239,10 +242,7 @@ impl<'a> Pool<'a> {
     fn candidate(&self, seen: Seen<'_>) -> Option<Candidate> {
         let facts = seen.facts;
         let node = facts.node;
-        if facts.protocol != PROTOCOL
-            || self.need.excluded.contains(&node)
-            || facts.model(&self.need.model).is_none()
-        {
+        if facts.protocol != PROTOCOL || self.need.excluded.contains(&node) || !self.serves(facts) {
             return None;
         }
         let (load, received) = self.corrections.newest(seen)?;
@@ -259,6 +259,12 @@ impl<'a> Pool<'a> {
             demand: self.need.demand(facts.block_size),
             block_size: facts.block_size,
         })
+    }
+
+    fn serves(&self, facts: &NodeFacts) -> bool {
+        facts
+            .model(&self.need.model)
+            .is_some_and(|model| self.need.fit.takes(model))
     }
 
     /// Every candidate, by name.
@@ -332,9 +338,7 @@ impl<'a> Pool<'a> {
 
     /// Why the pool is empty.
     pub fn why_empty(&self) -> NoCandidate {
-        let served = self
-            .seen()
-            .any(|seen| seen.facts.model(&self.need.model).is_some());
+        let served = self.seen().any(|seen| self.serves(seen.facts));
         if served {
             NoCandidate::NoneUsable
         } else {

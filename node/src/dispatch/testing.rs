@@ -8,11 +8,12 @@ use std::time::Duration;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use shoal_gossip::{
-    BlockSize, Blocks, ClusterView, Incarnation, LoadSummary, ModelFacts, NodeFacts, NodeId,
-    NodeRow, Readiness, Role, Timestamp, Tokens,
+    BlockSize, Blocks, ClusterView, Incarnation, LoadSummary, ModelApi, ModelFacts, NodeFacts,
+    NodeId, NodeRow, Readiness, Role, Timestamp, Tokens,
 };
 
 use crate::dispatch::Need;
+use crate::engine::work::Fit;
 use crate::mesh::messages::PROTOCOL;
 
 pub(crate) const MAX_AGE: Duration = Duration::from_secs(3);
@@ -56,6 +57,7 @@ pub(crate) fn facts(node: u64) -> NodeFacts {
             context: Tokens(1_000),
             fingerprint: 1,
             created: 0,
+            api: ModelApi::Tokens,
         }],
         version: String::new(),
     }
@@ -76,6 +78,7 @@ pub(crate) fn view(rows: Vec<NodeRow>) -> ClusterView {
 pub(crate) fn need(blocks: u32) -> Need {
     Need {
         model: "m".into(),
+        fit: Fit::Any,
         prompt: Tokens(blocks * 16 - 1),
         generated: Tokens::ZERO,
         excluded: BTreeSet::new(),

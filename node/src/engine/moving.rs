@@ -10,7 +10,8 @@ use shoal_gossip::{Blocks, Epoch, RequestId, Timestamp, Tokens};
 use shoal_migrate::{CopyMode, KvRange};
 use tokio::sync::mpsc;
 
-use crate::engine::work::{Job, Prepared, Priority, RequestKind};
+use crate::engine::answer::Spoken;
+use crate::engine::work::{HttpAsk, Job, Prepared, Priority, RequestKind};
 use crate::engine::{EngineError, EngineEvent, TokenLogprob};
 
 /// Where a job stands in its engine.
@@ -26,6 +27,8 @@ pub enum JobPhase {
     Paused,
     /// Coming in by a hand-over: it does not run yet.
     Arriving,
+    /// Runs, and cannot move: only this engine can finish it.
+    Pinned,
 }
 
 /// A job as its engine sees it now.
@@ -56,9 +59,11 @@ pub struct JobStatus {
 /// A request as the source describes it to the target: the head of the opening parcel.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Opening {
-    /// The client's path.
-    pub kind: RequestKind,
-    /// The client's body, untouched.
+    /// What the client asked for, if the mesh reads its path.
+    pub kind: Option<RequestKind>,
+    /// The client's request as it came.
+    pub http: HttpAsk,
+    /// Its body, untouched.
     pub body: Bytes,
     /// Prompt, parameters (with the seed in use) and rank.
     pub prepared: Prepared,
@@ -74,6 +79,8 @@ pub struct LastState {
     /// Log-probabilities of the last output tokens, the newest last, when the request asked for them: those that may
     /// not have reached the home (at most [`KEPT_LOGPROBS`]).
     pub logprobs: Vec<TokenLogprob>,
+    /// The text of the output, where an engine beside a node wrote it.
+    pub spoken: Vec<Spoken>,
 }
 
 /// Log-probabilities a job keeps for a hand-over. Between an engine and its home lie at most 32 events, 8 frames and

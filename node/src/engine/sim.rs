@@ -15,7 +15,7 @@ mod text;
 use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
-use shoal_gossip::{BlockSize, Clock, ModelFacts, Tokens};
+use shoal_gossip::{BlockSize, Clock, ModelApi, ModelFacts, Tokens};
 
 pub use self::executor::SimExecutor;
 pub(crate) use self::executor::mix;
@@ -146,6 +146,7 @@ impl SimConfig {
             context: batch.context,
             fingerprint: fingerprint(&id, self.mean_output),
             created: self.created,
+            api: ModelApi::Tokens,
             id,
         };
         EngineFacts {

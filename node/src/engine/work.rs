@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
-use shoal_gossip::{Epoch, RequestId};
+use shoal_gossip::{Epoch, ModelApi, ModelFacts, RequestId};
 
 use crate::engine::ReservationId;
+use crate::engine::answer::Spoken;
 
 /// Which client path a body came in on; decides how it is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -15,6 +16,38 @@ pub enum RequestKind {
     Chat,
     /// `POST /v1/completions`.
     Completion,
+}
+
+/// A client's request as HTTP, for engines that speak it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HttpAsk {
+    /// Path and query.
+    pub path: String,
+    /// Headers that concern an engine, names in lower case: no credentials, none of the connection's own.
+    pub headers: Vec<(String, String)>,
+}
+
+/// Which of the nodes that serve its model can take a request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Fit {
+    /// All of them.
+    #[default]
+    Any,
+    /// Those whose engine reads the body itself: it has something in it, or goes to a path, that this node does not read.
+    Http,
+    /// Those that can go on with what one of this fingerprint began.
+    Same(u64),
+}
+
+impl Fit {
+    /// Whether a node that serves `model` can take it.
+    pub fn takes(self, model: &ModelFacts) -> bool {
+        match self {
+            Self::Any => true,
+            Self::Http => model.api == ModelApi::Http,
+            Self::Same(fingerprint) => model.fingerprint == fingerprint,
+        }
+    }
 }
 
 /// How the next token is drawn. Defaults are OpenAI's.
@@ -76,7 +109,7 @@ pub struct Priority(pub i32);
 pub struct Prepared {
     /// The model that was asked for.
     pub model: String,
-    /// Prompt ids, template and special tokens included.
+    /// Prompt ids, template and special tokens included. Empty as long as nobody but the engine has read the body.
     pub prompt: Arc<[u32]>,
     /// How to sample; `seed` is the client's or zero.
     pub params: SamplingParams,
@@ -86,6 +119,19 @@ pub struct Prepared {
     pub priority: Priority,
 }
 
+impl Prepared {
+    /// A body that only its engine reads.
+    pub fn unread(model: &str) -> Self {
+        Self {
+            model: model.to_owned(),
+            prompt: Arc::from([]),
+            params: SamplingParams::default(),
+            seeded: false,
+            priority: Priority(0),
+        }
+    }
+}
+
 /// A request for an engine to run.
 #[derive(Clone, Debug)]
 pub struct Job {
@@ -93,14 +139,18 @@ pub struct Job {
     pub request: RequestId,
     /// Which ownership of it.
     pub epoch: Epoch,
-    /// The client's path and body, untouched, for engines that take text.
-    pub kind: RequestKind,
-    /// See `kind`.
+    /// What the client asked for, if the mesh reads its path.
+    pub kind: Option<RequestKind>,
+    /// The request as it came, for engines that take it so.
+    pub http: HttpAsk,
+    /// Its body, untouched.
     pub body: Bytes,
     /// Prompt, parameters and rank.
     pub prepared: Prepared,
     /// Output ids that exist already (a replay or a hand-over); the first new index is their count.
     pub generated: Vec<u32>,
+    /// The text that clients got for them, where an engine beside a node wrote it.
+    pub spoken: Vec<Spoken>,
     /// The promise this job uses up, if one was made.
     pub reservation: Option<ReservationId>,
 }

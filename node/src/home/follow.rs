@@ -47,6 +47,8 @@ pub(super) struct Follower {
     /// Hosts that were lost under it.
     lost: BTreeSet<NodeId>,
     replays: u32,
+    /// What the last host said, if it said why it would not.
+    refusal: Option<EngineError>,
 }
 
 impl Follower {
@@ -71,6 +73,7 @@ impl Follower {
             seat,
             lost: BTreeSet::new(),
             replays: 0,
+            refusal: None,
         }
     }
 
@@ -135,7 +138,7 @@ impl Follower {
                 }
                 frame = self.placed.frames.next(), if !waits => {
                     let verdict = match frame {
-                        Some(Ok(frame)) => self.request.ledger.accept(frame),
+                        Some(Ok(frame)) => self.request.accept(frame),
                         Some(Err(error)) => return End::HostLost(error.to_string()),
                         None => return End::HostLost("the stream ended without an end".into()),
                     };
@@ -149,7 +152,7 @@ impl Follower {
     }
 
     /// What a verdict means for the client, or why following stops.
-    fn act_on(&self, verdict: Verdict) -> Result<Option<Pending>, End> {
+    fn act_on(&mut self, verdict: Verdict) -> Result<Option<Pending>, End> {
         let (event, last) = match verdict {
             Verdict::Deliver(batch) => {
                 let received = Tokens(self.request.ledger.count());
@@ -171,7 +174,11 @@ impl Follower {
                 | EngineError::QueueFull
                 | EngineError::NotReady
                 | EngineError::Broken(_)),
-            ) => return Err(End::HostLost(error.to_string())),
+            ) => {
+                let why = error.to_string();
+                self.refusal = Some(error);
+                return Err(End::HostLost(why));
+            }
         };
         Ok(Some(Pending {
             event,
@@ -239,8 +246,15 @@ impl Follower {
         info!(request = %self.request.id, host = %self.placed.host,
             tokens = self.request.ledger.count(), why, replays = self.replays,
             "host lost; placing the request again");
+        if self.request.ledger.is_torn() {
+            self.fail(HomeError::Lost(format!(
+                "{why}; its engine alone could have finished the answer"
+            )))
+            .await;
+            return false;
+        }
         if self.replays > self.home.settings.max_replays || self.lost.len() > MAX_EXCLUDED {
-            self.fail(HomeError::Lost(why)).await;
+            self.fail(self.last_word(HomeError::Lost(why))).await;
             return false;
         }
         let home = Arc::clone(&self.home);
@@ -258,7 +272,8 @@ impl Follower {
                             return true;
                         }
                         Err(error) => {
-                            self.fail(HomeError::Lost(format!("{why}; then {error}"))).await;
+                            let why = HomeError::Lost(format!("{why}; then {error}"));
+                            self.fail(self.last_word(why)).await;
                             return false;
                         }
                     }
@@ -274,6 +289,18 @@ impl Follower {
                     End::HostLost(why) => Box::pin(self.place_again(why)).await,
                 };
             }
+        }
+    }
+
+    /// What to tell a client that got nothing: the engines' own reason, if they gave one.
+    fn last_word(&self, lost: HomeError) -> HomeError {
+        let retry_after = self.home.settings.retry_after;
+        match &self.refusal {
+            _ if self.request.ledger.count() > 0 => lost,
+            Some(EngineError::QueueFull) => HomeError::Overloaded { retry_after },
+            Some(EngineError::NotReady) => HomeError::Unavailable { retry_after },
+            Some(EngineError::UnknownModel(model)) => HomeError::UnknownModel(model.clone()),
+            Some(EngineError::Broken(_) | EngineError::BadRequest { .. }) | None => lost,
         }
     }
 

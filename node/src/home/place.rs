@@ -142,6 +142,7 @@ impl Home {
             request: request.id,
             epoch: request.ledger.epoch().next(),
             model: request.model.clone(),
+            fit: need.fit,
             prompt: need.prompt,
             generated: need.generated,
             max_output: request.max_output,
@@ -161,11 +162,14 @@ impl Home {
             request: request.id,
             epoch: request.ledger.pass_on(to),
             reservation: Some(reservation),
+            model: request.model.clone(),
             kind: request.kind,
+            http: request.http.clone(),
             body: request.body.clone(),
             seed: request.seed,
             prepared: request.prepared.clone(),
             generated: request.ledger.received().to_vec(),
+            spoken: request.ledger.spoken(),
         };
         match self.open(to, submit.into()).await {
             Ok(Opened { placed, prepared }) => {

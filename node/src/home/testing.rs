@@ -19,13 +19,14 @@ use tokio::time::timeout;
 use super::*;
 use crate::dispatch::Freeness;
 use crate::engine::sim::{self, SimConfig};
+use crate::engine::work::{Fit, HttpAsk};
 use crate::frontend::HomeEvent;
 use crate::host::{Host, HostSettings};
 use crate::load::LoadSource;
 use crate::mesh::memory::MemoryNet;
 use crate::mesh::messages::PROTOCOL;
 use crate::moves::{MoveParts, MoveSettings, Moves};
-use crate::openai::parse;
+use crate::openai::{Sketch, parse};
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 const AGE: Duration = Duration::from_secs(600);
@@ -120,9 +121,11 @@ impl Mesh {
         let body = Bytes::from(body.to_string());
         let parsed = parse(RequestKind::Completion, &body).unwrap();
         let asked = self.members[index].home.start(ClientAsk {
-            kind: RequestKind::Completion,
+            kind: Some(RequestKind::Completion),
+            http: HttpAsk::default(),
+            sketch: Sketch::of(&parsed),
+            fit: Fit::Any,
             body,
-            parsed,
         });
         timeout(PATIENCE, asked).await.expect("an answer in time")
     }

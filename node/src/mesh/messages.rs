@@ -6,11 +6,12 @@ use shoal_gossip::{Epoch, LoadSummary, NodeId, RequestId, Tokens};
 use shoal_migrate::session::Claim;
 use shoal_migrate::{ClaimAnswer, CopyManner, MigrationId, Proposal, ProposalAnswer};
 
-use crate::engine::work::{Prepared, Priority, RequestKind};
+use crate::engine::answer::Spoken;
+use crate::engine::work::{Fit, HttpAsk, Prepared, Priority, RequestKind};
 use crate::engine::{EngineError, Finish, TokenBatch};
 
 /// Version of everything in this file. Nodes of another version are not candidates and get no answer.
-pub const PROTOCOL: u16 = 2;
+pub const PROTOCOL: u16 = 3;
 
 /// Longest control message in bytes. An offer with [`MAX_EXCLUDED`] names and the longest model name
 /// takes under 1 KiB; four times that leaves room for what comes.
@@ -103,6 +104,8 @@ pub struct Offer {
     pub epoch: Epoch,
     /// The model it needs.
     pub model: String,
+    /// Which nodes that serve it can take the request.
+    pub fit: Fit,
     /// Prompt length: exact where the home has the tokenizer, else estimated.
     pub prompt: Tokens,
     /// Output that exists already and must be prefilled too.
@@ -276,8 +279,12 @@ pub struct Submit {
     pub epoch: Epoch,
     /// The promise to use up.
     pub reservation: Option<u64>,
-    /// The client's path.
-    pub kind: RequestKind,
+    /// The model it is for: a body need not name one.
+    pub model: String,
+    /// What the client asked for, if the mesh reads its path.
+    pub kind: Option<RequestKind>,
+    /// The client's request as it came.
+    pub http: HttpAsk,
     /// The client's body, untouched.
     pub body: Bytes,
     /// Seed the home drew for a client that named none, so that a replay goes on with the same one.
@@ -287,6 +294,8 @@ pub struct Submit {
     pub prepared: Option<Prepared>,
     /// Output ids that the home has already.
     pub generated: Vec<u32>,
+    /// The text that the client got for them, where an engine beside a node wrote it.
+    pub spoken: Vec<Spoken>,
 }
 
 /// One message of a token stream, from host to home.

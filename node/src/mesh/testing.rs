@@ -11,6 +11,8 @@ use shoal_gossip::{
 use shoal_migrate::{ClaimAnswer, MoveRefusal, ProposalAnswer};
 use tokio::sync::{mpsc, watch};
 
+use crate::engine::answer::Wire;
+use crate::engine::work::HttpAsk;
 use crate::engine::work::{Prepared, Priority, RequestKind, SamplingParams};
 use crate::engine::{Finish, FinishReason, TokenBatch};
 use crate::identity::Identity;
@@ -148,6 +150,7 @@ impl StreamHandler for Counter {
                 ids: vec![index],
                 text: "x".repeat(100),
                 logprobs: Vec::new(),
+                wire: Wire::default(),
             };
             if frames.send(frame(FrameBody::Tokens(batch))).await.is_err() {
                 break;
@@ -160,6 +163,8 @@ impl StreamHandler for Counter {
                 reason: FinishReason::Stop,
                 output_tokens: index,
                 text: String::new(),
+                wire: Wire::default(),
+                prompt_tokens: None,
             };
             drop(frames.send(frame(FrameBody::Finished(finish))).await);
         }
@@ -189,7 +194,10 @@ pub(crate) fn submission(home: NodeId, tokens: u64) -> Submit {
         request: RequestId { home, serial: 1 },
         epoch: Epoch::FIRST,
         reservation: None,
-        kind: RequestKind::Completion,
+        model: String::new(),
+        kind: Some(RequestKind::Completion),
+        http: HttpAsk::default(),
+        spoken: Vec::new(),
         body: bytes::Bytes::new(),
         seed: tokens,
         prepared: None,

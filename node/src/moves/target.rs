@@ -258,9 +258,11 @@ impl Run {
             request: self.migration.request,
             epoch: self.next_epoch(),
             kind: opening.kind,
+            http: opening.http,
             body: opening.body,
             prepared: opening.prepared,
             generated: opening.output,
+            spoken: Vec::new(),
             reservation: self.reservation.take(),
         };
         let admitted = match self.moves().engine.moving() {

@@ -1,8 +1,10 @@
 //! The shell of the rescheduling core: looks every so often, draws two, and begins the move that was decided.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rand::seq::IteratorRandom;
 use shoal_gossip::ByteCount;
 use shoal_migrate::{CopyManner, MoveReason};
 use tokio::time::{MissedTickBehavior, interval};
@@ -10,6 +12,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use crate::engine::moving::MovingEngine;
+use crate::engine::work::Fit;
 use crate::moves::{Moves, source};
 use crate::reschedule::{Decision, Here, RescheduleLimits, Rescheduler};
 
@@ -45,11 +48,16 @@ fn look(moves: &Moves, core: &mut Rescheduler, max_view_age: Duration) -> Option
     }
     let moving = moves.engine.moving()?;
     let facts = moves.engine.facts();
-    let jobs = moving.jobs();
-    let model = &facts.models.first()?.id;
-    let two = moves
-        .knowledge
-        .decide(|world| core.limits().draw(model, max_view_age, world));
+    let mut jobs = moving.jobs();
+    // One of the models that requests run for; a look at the others comes soon enough.
+    let asked: BTreeSet<String> = jobs.iter().map(|job| job.model.clone()).collect();
+    let (model, two) = moves.knowledge.decide(|world| {
+        let model = asked.iter().choose(world.rng)?;
+        let served = facts.models.iter().find(|served| served.id == *model)?;
+        let wanted = (model.as_str(), Fit::Same(served.fingerprint));
+        Some((model, core.limits().draw(wanted, max_view_age, world)))
+    })?;
+    jobs.retain(|job| job.model == *model);
     let here = Here {
         load: &load,
         jobs: &jobs,

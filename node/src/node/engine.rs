@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use shoal_gossip::{BlockSize, Clock, Tokens};
 
-use crate::config::{EngineKind, EngineSettings, LlamaSettings, SimSettings};
+use crate::config::{EngineKind, EngineSettings, HttpEngineSettings, LlamaSettings, SimSettings};
 use crate::engine::llama::LlamaConfig;
+use crate::engine::remote::RemoteConfig;
 use crate::engine::sim::SimConfig;
-use crate::engine::{Engine, llama, sim};
+use crate::engine::{Engine, llama, remote, sim};
 use crate::node::StartError;
 
 /// Loads the engine. Takes as long as the model takes to load: call it where blocking is allowed.
@@ -19,6 +20,10 @@ pub(super) fn load(
     match &settings.kind {
         EngineKind::Llama(own) => {
             let engine = llama::start(&llama_config(settings, own), clock);
+            Ok(engine.map_err(|error| StartError::Model(error.to_string()))?)
+        }
+        EngineKind::Http(own) => {
+            let engine = remote::start(remote_config(settings, own)?, clock);
             Ok(engine.map_err(|error| StartError::Model(error.to_string()))?)
         }
         EngineKind::Sim(own) => {
@@ -41,6 +46,32 @@ fn llama_config(settings: &EngineSettings, own: &LlamaSettings) -> LlamaConfig {
         queue_limit: queue_limit(settings),
         reproducible: own.reproducible,
     }
+}
+
+fn remote_config(
+    settings: &EngineSettings,
+    own: &HttpEngineSettings,
+) -> Result<RemoteConfig, StartError> {
+    let key = own.key_file.as_ref().map(|path| {
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| StartError::Model(format!("{}: {error}", path.display())))?;
+        let key = text.trim().to_owned();
+        if key.is_empty() {
+            let message = format!("{}: it holds no key", path.display());
+            return Err(StartError::Model(message));
+        }
+        Ok(key)
+    });
+    Ok(RemoteConfig {
+        authority: own.authority.clone(),
+        kind: own.kind,
+        key: key.transpose()?,
+        poll: own.poll,
+        stall: own.stall,
+        capacity: own.context.map(Tokens),
+        block_size: BlockSize::new(settings.block_size),
+        queue_limit: queue_limit(settings),
+    })
 }
 
 fn sim_config(settings: &EngineSettings, own: &SimSettings) -> SimConfig {

@@ -78,6 +78,10 @@ impl Frontend for Front {
         !self.closed.load(Ordering::Acquire)
     }
 
+    fn preemptions(&self) -> u64 {
+        self.home.preemptions()
+    }
+
     fn usable_nodes(&self) -> usize {
         let (view, now) = (self.knowledge.view(), self.knowledge.now());
         view.rows()

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use shoal_gossip::{Gossip, GossipStats, Health, SeedState};
+use shoal_gossip::{Gossip, GossipStats, Health, NodeFacts, SeedState};
 use tokio::sync::{mpsc, watch};
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::{MissedTickBehavior, interval, sleep};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, error, info, warn};
 
@@ -16,6 +16,9 @@ use crate::mesh::control::ControlNode;
 use crate::metrics::Metrics;
 use crate::moves::Moves;
 
+/// Changes of the load within this time are published together.
+const LOAD_PAUSE: Duration = Duration::from_millis(10);
+
 /// Time between two folds of the metrics' observations into their buckets.
 const METRICS_UPKEEP: Duration = Duration::from_secs(5);
 
@@ -23,12 +26,13 @@ const METRICS_UPKEEP: Duration = Duration::from_secs(5);
 const ALONE_REMINDER: Duration = Duration::from_secs(30);
 
 /// Publishes the load whenever it changes, and at least once an interval: a load that stands still
-/// would grow old in the views of others, though nothing is wrong with it. The gauges of the engine and of moves follow.
+/// would grow old in the views of others, though nothing is wrong with it. The gauges of the engine and of moves follow, and
+/// so do the facts of an engine that learns to serve other models.
 pub(super) async fn publish_load(
     engine: Arc<dyn Engine>,
     loads: Arc<LoadSource>,
     (gossip, metrics, moves): (Arc<Gossip>, Arc<Metrics>, Arc<Moves>),
-    every: Duration,
+    (every, mut facts): (Duration, NodeFacts),
     stop: CancellationToken,
 ) {
     let mut changed = engine.load_changed();
@@ -41,10 +45,24 @@ pub(super) async fn publish_load(
             _ = tick.tick() => {}
             Ok(()) = changed.changed() => {}
         }
+        let now = engine.facts();
+        if now.models != facts.models || now.block_size != facts.block_size {
+            facts.models.clone_from(&now.models);
+            facts.block_size = now.block_size;
+            if let Err(error) = gossip.update_facts(facts.clone()) {
+                warn!(%error, "the mesh cannot be told what the engine serves");
+            }
+        }
         gossip.publish(loads.summary());
         metrics.preemptions(engine.preemptions());
         let (leaving, arriving) = moves.under_way();
         metrics.moves_under_way(leaving, arriving);
+        // Gossip tells the newest a few times a second; a burst of requests changes it a thousand times.
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => return,
+            () = sleep(LOAD_PAUSE) => {}
+        }
     }
 }
 

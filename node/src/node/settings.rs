@@ -92,6 +92,7 @@ pub(crate) fn api_config(config: &NodeConfig) -> Result<ApiConfig, StartError> {
     Ok(ApiConfig {
         keys,
         tls,
+        vllm_names: http.vllm_names,
         max_body: http.max_body_bytes,
         max_requests: http.max_requests,
         max_connections: http.max_requests + SPARE_CONNECTIONS,

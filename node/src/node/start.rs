@@ -57,14 +57,20 @@ pub(super) async fn start(config: NodeConfig) -> Result<Node, StartError> {
     let sides = sides(&base, views.clone(), &requests)?;
     let thread = GossipThread::start().map_err(|error| plane("state", &error))?;
     let planes = planes(&base, &thread, &sides, views).await?;
-    let gossip = Arc::new(gossip(&base, &planes, (keys, seeds), &thread)?);
+    let facts = facts(&base, &planes);
+    let gossip = Arc::new(gossip(
+        &base,
+        (&planes, facts.clone()),
+        (keys, seeds),
+        &thread,
+    )?);
     gossip.publish(sides.loads.summary());
 
     let stop = Stop::default();
     let front = front(&base, &sides, &planes, &requests, &stop)?;
     let background = TaskTracker::new();
     background.spawn(forward_views(gossip.view(), view, stop.closed.clone()));
-    let failures = report(&base, &sides, &gossip, (&background, &stop));
+    let failures = report(&base, &sides, (&gossip, facts), (&background, &stop));
     if base.config.mesh.mdns {
         background.spawn(reports::greet_neighbours(
             Arc::clone(&planes.control),
@@ -203,7 +209,7 @@ fn front(
 fn report(
     base: &Base,
     sides: &Sides,
-    gossip: &Arc<Gossip>,
+    (gossip, facts): (&Arc<Gossip>, NodeFacts),
     (background, stop): (&TaskTracker, &Stop),
 ) -> mpsc::Receiver<String> {
     let (fatal, failures) = mpsc::channel(1);
@@ -215,7 +221,7 @@ fn report(
             Arc::clone(&sides.metrics),
             Arc::clone(&sides.moves),
         ),
-        base.config.gossip.interval,
+        (base.config.gossip.interval, facts),
         stop.closed.clone(),
     ));
     if let Some(every) = base.config.moves.interval {
@@ -336,14 +342,9 @@ async fn planes(
     })
 }
 
-fn gossip(
-    base: &Base,
-    planes: &Planes,
-    (keys, seeds): (Option<KeyRing>, SeedList),
-    thread: &GossipThread,
-) -> Result<Gossip, StartError> {
+fn facts(base: &Base, planes: &Planes) -> NodeFacts {
     let engine = base.engine.facts();
-    let facts = NodeFacts {
+    NodeFacts {
         node: base.identity.node_id(),
         incarnation: base.incarnation,
         peer_id: base.identity.peer_id().to_string(),
@@ -355,7 +356,15 @@ fn gossip(
         block_size: engine.block_size,
         models: engine.models.clone(),
         version: env!("CARGO_PKG_VERSION").into(),
-    };
+    }
+}
+
+fn gossip(
+    base: &Base,
+    (planes, facts): (&Planes, NodeFacts),
+    (keys, seeds): (Option<KeyRing>, SeedList),
+    thread: &GossipThread,
+) -> Result<Gossip, StartError> {
     let config = GossipConfig {
         interval: base.config.gossip.interval,
         phi: base.config.gossip.phi,

@@ -139,6 +139,12 @@ pub fn parse(kind: RequestKind, body: &[u8]) -> Result<GenerateRequest, EngineEr
 }
 
 fn read_fields(body: &[u8]) -> Result<Fields<'_>, EngineError> {
+    let text = check_object(body)?;
+    serde_json::from_str(text).map_err(|error| bad_body(&error))
+}
+
+/// The text of a body that looks like a JSON object.
+pub(super) fn check_object(body: &[u8]) -> Result<&str, EngineError> {
     let text = std::str::from_utf8(body).map_err(|error| {
         let at = error.valid_up_to();
         bad(None, format!("the body is not UTF-8 text (byte {at})"))
@@ -153,13 +159,18 @@ fn read_fields(body: &[u8]) -> Result<Fields<'_>, EngineError> {
         let message = format!("the body must be a JSON object, got {}", kind_of(text));
         return Err(bad(None, message));
     }
-    serde_json::from_str(text).map_err(|error| match error.classify() {
+    Ok(text)
+}
+
+/// What to tell a client whose body cannot be read.
+pub(super) fn bad_body(error: &serde_json::Error) -> EngineError {
+    match error.classify() {
         // A field that is there twice: this node and an engine might each believe another one.
         Category::Data => bad(None, format!("the body cannot be read: {error}")),
         Category::Syntax | Category::Eof | Category::Io => {
             bad(None, format!("the body is not valid JSON: {error}"))
         }
-    })
+    }
 }
 
 /// Reads a field unless it is absent or null.

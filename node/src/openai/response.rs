@@ -9,6 +9,7 @@ use serde::Serialize;
 use shoal_gossip::RequestId;
 
 use self::logprobs::{ChatLogprobs, CompletionLogprobs};
+use crate::engine::answer::ChunkShape;
 use crate::engine::work::RequestKind;
 use crate::engine::{Finish, FinishReason, TokenBatch, TokenLogprob};
 
@@ -67,6 +68,18 @@ impl Envelope {
         }
     }
 
+    /// The same answer, named as an engine named it.
+    #[must_use]
+    pub fn like(&self, shape: &ChunkShape) -> Self {
+        Self {
+            kind: self.kind,
+            id: shape.id.clone(),
+            created: shape.created,
+            model: shape.model.clone(),
+            fingerprint: shape.fingerprint.clone(),
+        }
+    }
+
     fn body<C>(
         &self,
         object: &'static str,
@@ -120,6 +133,8 @@ struct ChatChunkChoice<'a> {
     delta: Delta<'a>,
     logprobs: Option<ChatLogprobs<'a>>,
     finish_reason: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<&'a [u32]>,
 }
 
 #[derive(Default, Serialize)]
@@ -136,6 +151,9 @@ struct TextChoice<'a> {
     text: &'a str,
     logprobs: Option<CompletionLogprobs<'a>>,
     finish_reason: Option<&'static str>,
+    /// vLLM's name and place for them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<&'a [u32]>,
 }
 
 fn reason(finish: FinishReason) -> &'static str {
@@ -213,6 +231,7 @@ impl WholeAnswer {
                         .as_deref()
                         .map(|tokens| CompletionLogprobs::new(tokens, &mut offset)),
                     finish_reason: Some(reason),
+                    token_ids: None,
                 };
                 append(
                     &mut out,
@@ -231,6 +250,7 @@ pub struct ChunkWriter {
     prompt_tokens: u32,
     include_usage: bool,
     logprobs: bool,
+    ids: bool,
     opened: bool,
     /// Characters of all tokens so far, for the completion API's `text_offset`.
     offset: usize,
@@ -249,8 +269,18 @@ impl ChunkWriter {
             prompt_tokens,
             include_usage,
             logprobs,
+            ids: false,
             opened: false,
             offset: 0,
+        }
+    }
+
+    /// A stream that an engine began, without log-probabilities; with the ids of its tokens if `ids`.
+    pub fn begun(envelope: Envelope, prompt_tokens: u32, include_usage: bool, ids: bool) -> Self {
+        Self {
+            opened: true,
+            ids,
+            ..Self::new(envelope, prompt_tokens, include_usage, false)
         }
     }
 
@@ -258,17 +288,20 @@ impl ChunkWriter {
     /// or of what may become a stop string.
     pub fn tokens(&mut self, batch: &TokenBatch, out: &mut Vec<u8>) {
         self.open(out);
-        if !batch.text.is_empty() || (self.logprobs && !batch.logprobs.is_empty()) {
-            self.choice(&batch.text, &batch.logprobs, None, out);
+        if self.ids || !batch.text.is_empty() || (self.logprobs && !batch.logprobs.is_empty()) {
+            let ids = self.ids.then_some(batch.ids.as_slice());
+            self.choice((&batch.text, ids), &batch.logprobs, None, out);
         }
     }
 
     /// Writes the last chunk, the usage if it was asked for, and the mark that ends the stream.
     pub fn finish(&mut self, finish: &Finish, out: &mut Vec<u8>) {
         self.open(out);
-        self.choice(&finish.text, &[], Some(reason(finish.reason)), out);
+        let ids: Option<&[u32]> = self.ids.then_some(&[]);
+        self.choice((&finish.text, ids), &[], Some(reason(finish.reason)), out);
         if self.include_usage {
-            let usage = Usage::new(self.prompt_tokens, finish.output_tokens);
+            let prompt = finish.prompt_tokens.unwrap_or(self.prompt_tokens);
+            let usage = Usage::new(prompt, finish.output_tokens);
             let choices: [TextChoice<'_>; 0] = [];
             let object = self.chunk_object();
             event(out, &self.envelope.body(object, choices, Some(Some(usage))));
@@ -284,13 +317,13 @@ impl ChunkWriter {
                 role: Some("assistant"),
                 content: Some(""),
             };
-            self.chat_choice(delta, None, None, out);
+            self.chat_choice((delta, None), None, None, out);
         }
     }
 
     fn choice(
         &mut self,
-        text: &str,
+        (text, token_ids): (&str, Option<&[u32]>),
         logprobs: &[TokenLogprob],
         finish_reason: Option<&'static str>,
         out: &mut Vec<u8>,
@@ -303,7 +336,7 @@ impl ChunkWriter {
                     role: None,
                     content: (!nothing_to_add).then_some(text),
                 };
-                self.chat_choice(delta, logprobs, finish_reason, out);
+                self.chat_choice((delta, token_ids), logprobs, finish_reason, out);
             }
             RequestKind::Completion => {
                 let choice = TextChoice {
@@ -312,6 +345,7 @@ impl ChunkWriter {
                     logprobs: logprobs
                         .map(|tokens| CompletionLogprobs::new(tokens, &mut self.offset)),
                     finish_reason,
+                    token_ids,
                 };
                 let object = self.chunk_object();
                 event(out, &self.envelope.body(object, [choice], self.no_usage()));
@@ -321,7 +355,7 @@ impl ChunkWriter {
 
     fn chat_choice(
         &self,
-        delta: Delta<'_>,
+        (delta, token_ids): (Delta<'_>, Option<&[u32]>),
         logprobs: Option<&[TokenLogprob]>,
         finish_reason: Option<&'static str>,
         out: &mut Vec<u8>,
@@ -331,6 +365,7 @@ impl ChunkWriter {
             delta,
             logprobs: logprobs.map(ChatLogprobs::new),
             finish_reason,
+            token_ids,
         };
         let object = self.chunk_object();
         event(out, &self.envelope.body(object, [choice], self.no_usage()));

@@ -16,6 +16,7 @@ use crate::dispatch::Freeness;
 use crate::engine::ReservationId;
 use crate::engine::batched::SeqKey;
 use crate::engine::moving::{JobPhase, JobStatus};
+use crate::engine::work::Fit;
 use crate::moves::room_for;
 use crate::reschedule::Here;
 use crate::simulate::event::Event;
@@ -95,7 +96,7 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
         }
         let max_age = self.settings.host.max_view_age;
         let limits = *self.nodes[at].rescheduler.limits();
-        let two = self.decide(at, |world| limits.draw(MODEL, max_age, world));
+        let two = self.decide(at, |world| limits.draw((MODEL, Fit::Any), max_age, world));
         let jobs = self.nodes[at].jobs(&self.requests);
         let here = Here {
             load: &load,

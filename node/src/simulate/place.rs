@@ -9,6 +9,7 @@ use crate::dispatch::{
     Candidate, GiveUp, Need, Outcome, Placement, Pool, Step, better_elsewhere, should_probe,
 };
 use crate::engine::batched::SeqSpec;
+use crate::engine::work::Fit;
 use crate::engine::work::Priority;
 use crate::engine::{ReservationId, ReserveAsk};
 use crate::host::promised;
@@ -24,6 +25,7 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
     pub(super) fn place(&mut self, request: usize) {
         let need = Need {
             model: MODEL.to_owned(),
+            fit: Fit::Any,
             prompt: self.requests[request].prompt,
             generated: Tokens(self.requests[request].drawn),
             excluded: self.requests[request].lost.clone(),
@@ -95,6 +97,7 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
         excluded.insert(self.nodes[at].id);
         let need = Need {
             model: MODEL.to_owned(),
+            fit: Fit::Any,
             prompt: self.requests[request].prompt,
             generated: Tokens(self.requests[request].drawn),
             excluded,

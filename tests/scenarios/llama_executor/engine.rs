@@ -7,7 +7,7 @@ use bytes::Bytes;
 use shoal_gossip::{Blocks, Epoch, LoadSummary, MonotonicClock, NodeId, RequestId};
 use shoal_node::engine::batched::BatchedEngine;
 use shoal_node::engine::llama::{LlamaConfig, start};
-use shoal_node::engine::work::{Job, Prepared, RequestKind};
+use shoal_node::engine::work::{HttpAsk, Job, Prepared, RequestKind};
 use shoal_node::engine::{Engine, EngineEvent, Finish};
 use tempfile::TempDir;
 use tokio::sync::mpsc::Receiver;
@@ -44,7 +44,9 @@ fn job(number: usize, prepared: Prepared, generated: Vec<u32>) -> Job {
             serial: number as u64,
         },
         epoch: Epoch::FIRST,
-        kind: RequestKind::Chat,
+        kind: Some(RequestKind::Chat),
+        http: HttpAsk::default(),
+        spoken: Vec::new(),
         body: body(number),
         prepared,
         generated,
@@ -53,7 +55,7 @@ fn job(number: usize, prepared: Prepared, generated: Vec<u32>) -> Job {
 }
 
 /// What a client would have seen.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 struct Output {
     ids: Vec<u32>,
     text: String,

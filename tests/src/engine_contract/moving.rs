@@ -148,6 +148,8 @@ impl Client {
             request: self.request,
             epoch: self.epoch,
             kind: opening.kind,
+            http: opening.http,
+            spoken: Vec::new(),
             body: opening.body,
             prepared: opening.prepared,
             generated: opening.output,

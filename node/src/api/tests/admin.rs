@@ -81,7 +81,7 @@ async fn a_head_is_a_get_without_its_body() {
 async fn models_of_the_mesh_are_listed_and_found_by_name() {
     let server = Server::start(ApiConfig::default()).await;
     let model = |id: &str| {
-        json!({"id": id, "object": "model", "created": 1_700_000_000, "owned_by": "shoal",
+        json!({"id": id, "object": "model", "created": 1_700_000_000, "owned_by": "vllm",
             "max_model_len": 2048})
     };
     assert_eq!(

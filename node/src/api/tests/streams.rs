@@ -7,9 +7,9 @@ use shoal_gossip::unix_time;
 
 use super::support::{HOST, Server, THIS, chat, completion, finished, tokens, within};
 use crate::api::ApiConfig;
+use crate::engine::work::Fit;
 use crate::engine::work::RequestKind;
 use crate::frontend::{HomeError, HomeEvent};
-use crate::openai::PromptInput;
 
 /// A stream with the number that depends on the time replaced.
 fn timeless(text: &str) -> String {
@@ -33,7 +33,7 @@ async fn a_chat_stream_is_what_openais_clients_expect_to_the_byte() {
         ))
         .await;
     let arrival = server.arrival().await;
-    assert_eq!(arrival.ask.kind, RequestKind::Chat);
+    assert_eq!(arrival.ask.kind, Some(RequestKind::Chat));
     assert!(arrival.ask.body.ends_with(b"}}"));
     let events = arrival.accept(4);
     events.send(tokens("Hé")).await.unwrap();
@@ -108,7 +108,7 @@ async fn a_whole_chat_answer_is_one_body() {
     let mut client = server.connect().await;
     client.send(chat("")).await;
     let arrival = server.arrival().await;
-    assert!(matches!(arrival.ask.parsed.prompt, PromptInput::Chat(_)));
+    assert_eq!(arrival.ask.fit, Fit::Any);
     let events = arrival.accept(4);
     events.send(tokens("Hé")).await.unwrap();
     events.send(tokens("llo")).await.unwrap();

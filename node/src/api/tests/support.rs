@@ -1,13 +1,13 @@
 //! A server on a free port, a frontend that does what the test says, and a client that sees bytes.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use shoal_gossip::{
-    BlockSize, Blocks, Clock, ClusterView, Epoch, Incarnation, LoadSummary, ModelFacts,
+    BlockSize, Blocks, Clock, ClusterView, Epoch, Incarnation, LoadSummary, ModelApi, ModelFacts,
     MonotonicClock, NodeFacts, NodeId, NodeRow, Readiness, RequestId, Role, Timestamp, Tokens,
 };
 use shoal_migrate::CopyManner;
@@ -19,6 +19,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use crate::api::{ApiConfig, Backend, Shutdown, serve};
+use crate::engine::answer::Wire;
 use crate::engine::{Finish, FinishReason, TokenBatch};
 use crate::frontend::{ClientAsk, Frontend, HomeError, HomeEvent, RequestRow, Running};
 use crate::mesh::messages::{MoveAnswer, MoveReport};
@@ -84,6 +85,8 @@ pub(super) struct Fake {
     clock: MonotonicClock,
     pub(super) accepting: AtomicBool,
     pub(super) usable: AtomicUsize,
+    /// The models of the mesh.
+    pub(super) models: Mutex<Vec<ModelFacts>>,
     view: Arc<ClusterView>,
     arrivals: mpsc::Sender<(ClientAsk, oneshot::Sender<Result<Running, HomeError>>)>,
 }
@@ -103,11 +106,15 @@ impl Frontend for Fake {
     }
 
     fn models(&self) -> Vec<ModelFacts> {
-        ["m", "org/m 2"].map(model).to_vec()
+        self.models.lock().unwrap().clone()
     }
 
     fn accepting(&self) -> bool {
         self.accepting.load(Ordering::SeqCst)
+    }
+
+    fn preemptions(&self) -> u64 {
+        3
     }
 
     fn usable_nodes(&self) -> usize {
@@ -157,6 +164,7 @@ fn model(id: &str) -> ModelFacts {
         context: Tokens(2048),
         fingerprint: 0xbeef,
         created: 1_700_000_000,
+        api: ModelApi::Tokens,
     }
 }
 
@@ -203,6 +211,7 @@ impl Server {
             clock: MonotonicClock::start(),
             accepting: AtomicBool::new(true),
             usable: AtomicUsize::new(1),
+            models: Mutex::new(["m", "org/m 2"].map(model).to_vec()),
             view: Arc::new(ClusterView::new(THIS, Timestamp::ZERO, rows)),
             arrivals: sender,
         });
@@ -301,6 +310,7 @@ pub(super) fn tokens(text: &str) -> HomeEvent {
         ids: vec![1],
         text: text.to_owned(),
         logprobs: Vec::new(),
+        wire: Wire::default(),
     })
 }
 
@@ -309,6 +319,8 @@ pub(super) fn finished() -> HomeEvent {
         reason: FinishReason::Stop,
         output_tokens: 2,
         text: String::new(),
+        wire: Wire::default(),
+        prompt_tokens: None,
     })
 }
 

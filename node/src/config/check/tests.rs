@@ -1,5 +1,6 @@
 use super::*;
 use crate::config::tests::{matches, sample, surroundings};
+use crate::config::{EngineKind, LlamaSettings, ServerKind, SimSettings};
 use crate::config::{KeySource, load};
 
 const BASE: [&str; 2] = ["--model", "m.gguf"];
@@ -23,7 +24,7 @@ fn accepted(args: &[&str]) -> NodeConfig {
 fn llama_of(config: NodeConfig) -> LlamaSettings {
     match config.engine.kind {
         EngineKind::Llama(llama) => llama,
-        EngineKind::Sim(sim) => panic!("not llama: {sim:?}"),
+        other => panic!("not llama: {other:?}"),
     }
 }
 
@@ -272,4 +273,66 @@ fn requests_move_by_default_and_never_to_and_fro() {
     assert!(refused(&["--moves-out", "0"]).starts_with("--moves-out"));
     assert!(refused(&["--moves-in", "257"]).starts_with("--moves-in"));
     assert!(refused(&["--move-mib-per-second", "0"]).starts_with("--move-mib-per-second"));
+}
+
+fn beside(args: &[&str]) -> Result<NodeConfig, String> {
+    load(&matches(args), None, &surroundings()).map_err(|error| error.to_string())
+}
+
+#[test]
+fn a_server_is_found_by_its_address() {
+    for (address, authority) in [
+        ("http://127.0.0.1:8000", "127.0.0.1:8000"),
+        ("http://gpu-1:8000/", "gpu-1:8000"),
+        ("http://[::1]:30000", "[::1]:30000"),
+        ("http://localhost", "localhost:80"),
+    ] {
+        let config = beside(&["--engine", address, "--engine-kind", "vllm"]).unwrap();
+        let EngineKind::Http(http) = config.engine.kind else {
+            panic!("{address}");
+        };
+        assert_eq!(http.authority, authority);
+        assert_eq!(http.kind, Some(ServerKind::Vllm));
+    }
+    for wrong in [
+        "https://127.0.0.1:8000",
+        "http://127.0.0.1:8000/v1",
+        "http://127.0.0.1:8000/?x=1",
+        "http://user:pass@127.0.0.1:8000",
+        "http://",
+        "http:8000",
+    ] {
+        let said = beside(&["--engine", wrong]).unwrap_err();
+        assert!(
+            said.contains("--engine") && said.contains("http://127.0.0.1"),
+            "{said}"
+        );
+    }
+}
+
+#[test]
+fn settings_of_another_engine_are_refused() {
+    let server = ["--engine", "http://127.0.0.1:8000"];
+    for (flag, value) in [
+        ("--model", "m.gguf"),
+        ("--model-id", "m"),
+        ("--threads", "2"),
+        ("--max-sequences", "2"),
+        ("--step-tokens", "100"),
+        ("--sim-speed", "2"),
+    ] {
+        let said = beside(&[server[0], server[1], flag, value]).unwrap_err();
+        assert!(said.contains(flag), "{said}");
+    }
+    for (flag, value) in [
+        ("--engine-kind", "vllm"),
+        ("--engine-api-key-file", "f"),
+        ("--engine-poll-ms", "100"),
+        ("--engine-stall-ms", "5000"),
+    ] {
+        assert!(refused(&[flag, value]).contains(flag));
+    }
+    assert!(beside(&[server[0], server[1], "--engine-poll-ms", "1"]).is_err());
+    assert!(beside(&[server[0], server[1], "--engine-stall-ms", "1"]).is_err());
+    assert!(beside(&[server[0], server[1], "--context", "9000"]).is_ok());
 }

@@ -68,7 +68,7 @@ impl Shared {
 /// Dropping it ends every job without a result and waits a second at most for the thread's current step;
 /// [`Engine::shutdown`] waits for the jobs first.
 pub struct BatchedEngine {
-    pub(super) facts: EngineFacts,
+    pub(super) facts: Arc<EngineFacts>,
     pub(super) shared: Arc<Shared>,
     /// How its KV travels, when it does.
     pub(super) form: Option<Arc<dyn KvForm>>,
@@ -121,7 +121,7 @@ impl BatchedEngine {
         facts.capabilities.kv_export = form.is_some();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Ok(Arc::new(Self {
-            facts,
+            facts: Arc::new(facts),
             shared,
             form,
             acts: Arc::new(Semaphore::new(ACTS)),
@@ -150,8 +150,8 @@ fn check_facts(config: &BatchConfig, facts: &EngineFacts) -> Result<(), EngineEr
 
 #[async_trait]
 impl Engine for BatchedEngine {
-    fn facts(&self) -> &EngineFacts {
-        &self.facts
+    fn facts(&self) -> Arc<EngineFacts> {
+        Arc::clone(&self.facts)
     }
 
     fn load(&self) -> LoadSummary {

@@ -9,10 +9,11 @@ use shoal_migrate::CopyMode;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
 
+use crate::engine::answer::Wire;
 use crate::engine::batched::{Drawn, Sampled, SeqSpec, TextModel};
 use crate::engine::moving::{ExportedKv, KEPT_LOGPROBS, LastState, Opening};
 use crate::engine::text::TextState;
-use crate::engine::work::{Job, Prepared, RequestKind, SamplingParams};
+use crate::engine::work::{HttpAsk, Job, Prepared, RequestKind, SamplingParams};
 use crate::engine::{EngineEvent, Finish, FinishReason, TokenBatch, TokenLogprob};
 
 /// Events that wait for a slow receiver before its job is paused: at 20 ms a step, half a second of
@@ -56,7 +57,8 @@ pub(super) struct Ownership {
 pub(super) struct RunningJob {
     pub(super) request: RequestId,
     pub(super) epoch: Epoch,
-    kind: RequestKind,
+    kind: Option<RequestKind>,
+    http: HttpAsk,
     body: Bytes,
     pub(super) prepared: Prepared,
     pub(super) params: Arc<SamplingParams>,
@@ -128,6 +130,7 @@ impl Submission {
             request: job.request,
             epoch: job.epoch,
             kind: job.kind,
+            http: job.http,
             body: job.body,
             prepared,
             params,
@@ -220,6 +223,7 @@ impl RunningJob {
     pub(super) fn opening(&self) -> Opening {
         Opening {
             kind: self.kind,
+            http: self.http.clone(),
             body: self.body.clone(),
             prepared: self.prepared.clone(),
             output: self.output().to_vec(),
@@ -230,6 +234,7 @@ impl RunningJob {
         LastState {
             output: self.output().to_vec(),
             logprobs: self.logprobs.iter().cloned().collect(),
+            spoken: Vec::new(),
         }
     }
 
@@ -268,6 +273,7 @@ impl RunningJob {
                 ids,
                 text: told.text,
                 logprobs: self.logprobs.iter().skip(skipped).cloned().collect(),
+                wire: Wire::default(),
             }));
         }
         if let Some(reason) = told.end {
@@ -282,6 +288,8 @@ impl RunningJob {
             reason,
             output_tokens: count(self.ids.len()).saturating_sub(self.prompt_len),
             text: self.text.finish(),
+            wire: Wire::default(),
+            prompt_tokens: None,
         }
     }
 
@@ -300,6 +308,7 @@ impl RunningJob {
             ids: vec![sampled.id],
             text,
             logprobs: sampled.logprob.into_iter().collect(),
+            wire: Wire::default(),
         };
         self.logprobs.extend(batch.logprobs.iter().cloned());
         let excess = self.logprobs.len().saturating_sub(KEPT_LOGPROBS);

@@ -207,7 +207,7 @@ impl MovingEngine for BatchedEngine {
     ) -> Result<(), MoveError> {
         let state = LastState {
             output,
-            logprobs: Vec::new(),
+            ..LastState::default()
         };
         self.prefill(Ownership { request, epoch }, state).await
     }

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use shoal_gossip::{
-    BlockSize, Blocks, Clock, Epoch, ModelFacts, MonotonicClock, NodeId, Readiness, RequestId,
-    Tokens,
+    BlockSize, Blocks, Clock, Epoch, ModelApi, ModelFacts, MonotonicClock, NodeId, Readiness,
+    RequestId, Tokens,
 };
 
 use shoal_migrate::{CopyMode, KvRange};
@@ -14,6 +14,7 @@ use shoal_migrate::{CopyMode, KvRange};
 use super::*;
 use crate::engine::moving::{MoveError, MovingEngine};
 use crate::engine::sim::{SimExecutor, SimKv, SimText, StepModel};
+use crate::engine::work::HttpAsk;
 use crate::engine::work::{Job, Prepared, Priority, RequestKind, SamplingParams};
 use crate::engine::{
     Capabilities, Engine, EngineError, EngineEvent, EngineFacts, FinishReason, ReserveAsk,
@@ -44,6 +45,7 @@ fn facts() -> EngineFacts {
             context: Tokens(256),
             fingerprint: 1,
             created: 0,
+            api: ModelApi::Tokens,
         }],
         block_size: BlockSize::DEFAULT,
         total: Blocks(32),
@@ -67,7 +69,9 @@ fn job(serial: u64) -> Job {
             serial,
         },
         epoch: Epoch::FIRST,
-        kind: RequestKind::Completion,
+        kind: Some(RequestKind::Completion),
+        http: HttpAsk::default(),
+        spoken: Vec::new(),
         body: Bytes::new(),
         prepared: Prepared {
             model: "m".to_owned(),

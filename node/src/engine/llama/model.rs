@@ -14,7 +14,7 @@ use llama_cpp_2::model::LlamaModel;
 use llama_cpp_2::model::params::LlamaModelParams;
 use llama_cpp_sys_2::LLAMA_FLASH_ATTN_TYPE_ENABLED;
 use sha2::{Digest, Sha256};
-use shoal_gossip::{Clock, ModelFacts, Tokens};
+use shoal_gossip::{Clock, ModelApi, ModelFacts, Tokens};
 
 use crate::engine::batched::{BatchConfig, BatchedEngine, Executor};
 use crate::engine::llama::config::{LlamaConfig, LlamaConfigError, LlamaLayout};
@@ -125,6 +125,7 @@ pub fn load(config: &LlamaConfig) -> Result<LlamaParts, LlamaLoadError> {
             context: batch.context,
             fingerprint: fingerprint(&digest, config, native::build_features()),
             created: modified(path),
+            api: ModelApi::Tokens,
         }],
         block_size: batch.block_size,
         total: batch.total,

@@ -5,6 +5,8 @@ use shoal_gossip::{Epoch, LoadSummary, NodeId, RequestId};
 
 use super::*;
 use crate::engine::TokenBatch;
+use crate::engine::answer::Wire;
+use crate::engine::work::Fit;
 use crate::mesh::messages::{
     Answer, Ask, Frame, FrameBody, MAX_CONTROL_BYTES, MAX_EXCLUDED, MAX_FRAME_BYTES, Offer, Open,
 };
@@ -21,6 +23,7 @@ fn frame(ids: Vec<u32>, text: String) -> Frame {
             ids,
             text,
             logprobs: Vec::new(),
+            wire: Wire::default(),
         }),
     }
 }
@@ -31,6 +34,7 @@ fn the_longest_offer_fits_a_control_message() {
         protocol: PROTOCOL,
         load: LoadSummary::default(),
         body: Ask::Offer(Offer {
+            fit: Fit::Any,
             request: RequestId {
                 home: NodeId(u64::MAX),
                 serial: u64::MAX,

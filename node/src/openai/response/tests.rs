@@ -2,6 +2,7 @@ use serde_json::{Value, json};
 use shoal_gossip::NodeId;
 
 use super::*;
+use crate::engine::answer::Wire;
 
 const REQUEST: RequestId = RequestId {
     home: NodeId(1),
@@ -18,6 +19,7 @@ fn batch(text: &str, logprobs: Vec<TokenLogprob>) -> TokenBatch {
         ids: vec![1],
         text: text.into(),
         logprobs,
+        wire: Wire::default(),
     }
 }
 
@@ -26,6 +28,8 @@ fn finish(reason: FinishReason, text: &str) -> Finish {
         reason,
         output_tokens: 2,
         text: text.into(),
+        wire: Wire::default(),
+        prompt_tokens: None,
     }
 }
 

@@ -193,7 +193,7 @@ pub async fn a_state_that_contradicts_the_request_is_refused<M: Fn(Shape) -> Arc
     let logprob = TokenLogprob::default();
     let state = |output: Vec<u32>| LastState {
         output,
-        logprobs: Vec::new(),
+        ..LastState::default()
     };
     let mut other = output.clone();
     other[0] ^= 1;

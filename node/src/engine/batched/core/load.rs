@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use shoal_gossip::{Blocks, Incarnation, LoadSummary, Tokens};
+use shoal_gossip::{Blocks, Incarnation, LoadBasis, LoadSummary, Tokens};
 
 use super::Batcher;
 use super::sequence::Sequence;
@@ -18,6 +18,7 @@ impl Batcher {
         let running = self.running.len() + self.aside.len();
         let step_time = self.step_time.unwrap_or_default();
         LoadSummary {
+            basis: LoadBasis::Exact,
             incarnation: Incarnation::default(),
             seq: 0,
             readiness: self.readiness,

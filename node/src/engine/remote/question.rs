@@ -1,0 +1,346 @@
+//! What the engine is asked for a job: the client's own request, or to go on from ids.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+
+use bytes::{BufMut, Bytes, BytesMut};
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use serde_json::value::RawValue;
+use serde_json::{Map, Value, json};
+use shoal_gossip::Tokens;
+
+use super::chunk::IdSource;
+use super::kind::ServerKind;
+use crate::engine::EngineError;
+use crate::engine::work::{HttpAsk, Job, Prepared, RequestKind, SamplingParams};
+use crate::openai::{self, GenerateRequest};
+
+/// vLLM's and OpenAI's bound for a completion that names none.
+const COMPLETION_TOKENS: u32 = 16;
+
+/// A request to the engine, and how to read its answer.
+#[derive(Debug)]
+pub(super) struct Question {
+    pub(super) http: HttpAsk,
+    pub(super) body: Bytes,
+    pub(super) manner: Manner,
+}
+
+/// How an answer is read.
+#[derive(Debug)]
+pub(super) enum Manner {
+    /// Its bytes go through; nobody knows what is in them.
+    Opaque,
+    /// Its bytes go through, and its ids are taken note of. With a prepared request another engine can go on with it.
+    Ids(IdSource, Box<Prepared>),
+    /// It goes on from ids: the home writes what the client sees.
+    GoOn,
+}
+
+/// What must be known of the engine and the model to ask.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Asked {
+    pub(super) kind: ServerKind,
+    /// The engine tells ids.
+    pub(super) has_ids: bool,
+    pub(super) context: Tokens,
+}
+
+impl Asked {
+    /// The client's request as it came, except that ids are asked for where that changes nothing else.
+    pub(super) fn raw(self, job: &Job) -> Question {
+        let as_came = |body: Bytes| Question {
+            http: job.http.clone(),
+            body,
+            manner: Manner::Opaque,
+        };
+        let Some((kind, source)) = job.kind.zip(self.id_source()) else {
+            return as_came(self.with_own_priority(&job.body));
+        };
+        let Some(prepared) = self.can_go_on(kind, &job.body) else {
+            return as_came(job.body.clone());
+        };
+        if asks_for_ids(&job.body) {
+            return Question {
+                manner: Manner::Ids(IdSource::Told, Box::new(prepared)),
+                ..as_came(job.body.clone())
+            };
+        }
+        let added = match (source, kind) {
+            (IdSource::TokenIds | IdSource::Told, _) => "\"return_token_ids\":true",
+            (IdSource::Logprobs, RequestKind::Chat) => "\"logprobs\":true,\"top_logprobs\":1",
+            (IdSource::Logprobs, RequestKind::Completion) => "\"logprobs\":1",
+        };
+        match with_member(&job.body, added) {
+            Some(body) => Question {
+                manner: Manner::Ids(source, Box::new(prepared)),
+                ..as_came(body)
+            },
+            None => as_came(job.body.clone()),
+        }
+    }
+
+    /// Where ids come from in answers to OpenAI's paths.
+    fn id_source(self) -> Option<IdSource> {
+        match self.kind {
+            ServerKind::Vllm if self.has_ids => Some(IdSource::TokenIds),
+            ServerKind::LlamaServer if self.has_ids => Some(IdSource::Logprobs),
+            ServerKind::Vllm
+            | ServerKind::LlamaServer
+            | ServerKind::Sglang
+            | ServerKind::OpenAi => None,
+        }
+    }
+
+    /// How the request would go on elsewhere, if that could give what it would have got here: `docs/engines.md` has the table.
+    fn can_go_on(self, kind: RequestKind, body: &[u8]) -> Option<Prepared> {
+        let parsed = openai::parse(kind, body).ok()?;
+        let only_known = only_known_fields(body, self.kind)?;
+        let params = &parsed.params;
+        let penalised = params.presence_penalty != 0.0 || params.frequency_penalty != 0.0;
+        let drawn = parsed.seed.is_some() && params.temperature > 0.0;
+        // vLLM counts penalties over what it generated itself; llama-server over the prompt as well.
+        let counts = self.kind == ServerKind::LlamaServer || !penalised;
+        if !parsed.stream || !only_known || !counts || drawn || params.logprobs.is_some() {
+            return None;
+        }
+        let max_tokens = self.output_bound(kind, &parsed);
+        Some(Prepared {
+            model: parsed.model,
+            params: SamplingParams {
+                max_tokens,
+                seed: parsed.seed.unwrap_or(0),
+                ..parsed.params
+            },
+            seeded: parsed.seed.is_some(),
+            priority: parsed.priority,
+            prompt: [].into(),
+        })
+    }
+
+    /// Output at most, before the prompt is known.
+    fn output_bound(self, kind: RequestKind, parsed: &GenerateRequest) -> u32 {
+        match (parsed.max_tokens, kind, self.kind) {
+            (Some(asked), ..) => asked,
+            (None, RequestKind::Completion, ServerKind::Vllm) => COMPLETION_TOKENS,
+            (None, ..) => self.context.0,
+        }
+    }
+
+    /// The request from its ids on: prompt, what was generated, and as much as is left.
+    ///
+    /// # Errors
+    /// When this engine cannot, or what is left is nothing.
+    pub(super) fn go_on(self, job: &Job, at_most: Option<u32>) -> Result<Question, EngineError> {
+        let prepared = &job.prepared;
+        let known = u32::try_from(prepared.prompt.len() + job.generated.len()).unwrap_or(u32::MAX);
+        let generated = u32::try_from(job.generated.len()).unwrap_or(u32::MAX);
+        let left = prepared.params.max_tokens.saturating_sub(generated);
+        let left = left.min(self.context.0.saturating_sub(known));
+        let left = at_most.map_or(left, |bound| left.min(bound));
+        if left == 0 {
+            return Err(bad("there is no room for more output in the context"));
+        }
+        let ids: Vec<u32> = prepared
+            .prompt
+            .iter()
+            .chain(&job.generated)
+            .copied()
+            .collect();
+        let mut body = sampling(job, self.kind);
+        let path = match self.kind {
+            ServerKind::Vllm => {
+                body.insert("model".into(), json!(prepared.model));
+                body.insert("max_tokens".into(), json!(left));
+                body.insert("return_token_ids".into(), json!(true));
+                "/v1/completions"
+            }
+            ServerKind::LlamaServer => {
+                body.insert("n_predict".into(), json!(left));
+                body.insert("return_tokens".into(), json!(true));
+                body.insert("cache_prompt".into(), json!(true));
+                "/completion"
+            }
+            ServerKind::Sglang | ServerKind::OpenAi => {
+                return Err(bad("this engine cannot go on from token ids"));
+            }
+        };
+        body.insert("prompt".into(), json!(ids));
+        body.insert("stream".into(), json!(at_most.is_none()));
+        let headers = job.http.headers.clone();
+        Ok(Question {
+            http: HttpAsk {
+                path: path.into(),
+                headers,
+            },
+            body: Value::Object(body).to_string().into(),
+            manner: Manner::GoOn,
+        })
+    }
+
+    /// SGLang runs higher numbers first; everybody else, and the mesh, lower ones.
+    fn with_own_priority(self, body: &Bytes) -> Bytes {
+        if self.kind != ServerKind::Sglang {
+            return body.clone();
+        }
+        negated_priority(body).unwrap_or_else(|| body.clone())
+    }
+}
+
+fn bad(message: &str) -> EngineError {
+    EngineError::Broken(message.to_owned())
+}
+
+/// How to sample, in the client's own words: what it left out the engine's defaults decide, as they did before.
+fn sampling(job: &Job, kind: ServerKind) -> Map<String, Value> {
+    const COPIED: [&str; 11] = [
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "seed",
+        "ignore_eos",
+        "priority",
+        "user",
+    ];
+    if let Ok(mut fields) = serde_json::from_slice::<Map<String, Value>>(&job.body) {
+        fields.retain(|name, value| COPIED.contains(&name.as_str()) && !value.is_null());
+        return fields;
+    }
+    let params = &job.prepared.params;
+    let mut fields = Map::new();
+    fields.insert("temperature".into(), json!(params.temperature));
+    fields.insert("top_p".into(), json!(params.top_p));
+    fields.insert("min_p".into(), json!(params.min_p));
+    fields.insert("ignore_eos".into(), json!(params.ignore_eos));
+    fields.insert("presence_penalty".into(), json!(params.presence_penalty));
+    fields.insert("frequency_penalty".into(), json!(params.frequency_penalty));
+    if params.top_k > 0 {
+        fields.insert("top_k".into(), json!(params.top_k));
+    }
+    if kind == ServerKind::Vllm {
+        let first_is_low = job.prepared.priority.0.saturating_neg();
+        fields.insert(
+            "repetition_penalty".into(),
+            json!(params.repetition_penalty),
+        );
+        fields.insert("priority".into(), json!(first_is_low));
+    }
+    if job.prepared.seeded {
+        fields.insert("seed".into(), json!(params.seed));
+    }
+    fields
+}
+
+/// Whether a body has only fields whose meaning for the rest of an answer is known; `None` when it is no object.
+fn only_known_fields(body: &[u8], kind: ServerKind) -> Option<bool> {
+    const KNOWN: [&str; 20] = [
+        "model",
+        "messages",
+        "prompt",
+        "max_tokens",
+        "max_completion_tokens",
+        "n",
+        "best_of",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "stop",
+        "seed",
+        "stream",
+        "stream_options",
+        "ignore_eos",
+        "priority",
+    ];
+    /// Of these only the prompt, or nothing, depends.
+    const HARMLESS: [&str; 8] = [
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "safety_identifier",
+        "cache_prompt",
+    ];
+    /// They are off, or [`openai::parse`] had refused them.
+    const OFF: [&str; 5] = [
+        "logprobs",
+        "top_logprobs",
+        "tools",
+        "response_format",
+        "echo",
+    ];
+    #[derive(Deserialize)]
+    struct Options {
+        #[serde(default)]
+        include_usage: Option<bool>,
+        #[serde(flatten)]
+        others: BTreeMap<String, IgnoredAny>,
+    }
+    let fields: BTreeMap<Cow<'_, str>, &RawValue> = serde_json::from_slice(body).ok()?;
+    let plain_usage = fields.get("stream_options").is_none_or(|raw| {
+        match serde_json::from_str::<Option<Options>>(raw.get()) {
+            Ok(Some(options)) => options.include_usage.is_some() == options.others.is_empty(),
+            Ok(None) => true,
+            Err(_) => false,
+        }
+    });
+    let known = |name: &str| {
+        KNOWN.contains(&name)
+            || HARMLESS.contains(&name)
+            || (name == "return_token_ids" && kind == ServerKind::Vllm && asks_for_ids(body))
+            || (OFF.contains(&name) && kind != ServerKind::LlamaServer)
+    };
+    Some(plain_usage && fields.keys().all(|name| known(name)))
+}
+
+/// Whether a client asks vLLM for ids by itself.
+fn asks_for_ids(body: &[u8]) -> bool {
+    #[derive(Deserialize)]
+    struct Asks {
+        #[serde(default)]
+        return_token_ids: Option<bool>,
+    }
+    serde_json::from_slice::<Asks>(body).is_ok_and(|asks| asks.return_token_ids == Some(true))
+}
+
+/// A JSON object with one more member at its end.
+fn with_member(body: &[u8], member: &str) -> Option<Bytes> {
+    let inner = body.trim_ascii_end().strip_suffix(b"}")?;
+    let mut out = BytesMut::with_capacity(inner.len() + member.len() + 2);
+    out.put_slice(inner.trim_ascii_end());
+    if !out.ends_with(b"{") {
+        out.put_u8(b',');
+    }
+    out.put_slice(member.as_bytes());
+    out.put_u8(b'}');
+    Some(out.freeze())
+}
+
+/// The body with its priority turned round, byte by byte the same elsewhere; `None` when it has none.
+fn negated_priority(body: &Bytes) -> Option<Bytes> {
+    #[derive(Deserialize)]
+    struct Ranked<'a> {
+        #[serde(borrow)]
+        priority: &'a RawValue,
+    }
+    let text = std::str::from_utf8(body).ok()?;
+    let ranked: Ranked<'_> = serde_json::from_str(text).ok()?;
+    let raw = ranked.priority.get();
+    let number: i64 = serde_json::from_str(raw).ok()?;
+    let start = (raw.as_ptr() as usize).checked_sub(text.as_ptr() as usize)?;
+    let (before, after) = (text.get(..start)?, text.get(start + raw.len()..)?);
+    Some(format!("{before}{}{after}", number.saturating_neg()).into())
+}
+
+#[cfg(test)]
+mod tests;
