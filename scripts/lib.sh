@@ -100,6 +100,20 @@ need_python() {
     die "no Python 3 that can '$try'"
 }
 
+# need_venv NAME TRY PACKAGE...: leaves in VENV a cached environment of PYTHON that can run TRY, and installs these
+# packages into a fresh one where there is none.
+need_venv() {
+    local name="$1" try="$2"
+    shift 2
+    VENV="$CACHE/venv-$name"
+    if "$VENV/bin/python" -c "$try" >/dev/null 2>&1; then return 0; fi
+    say "Installing $* into $VENV"
+    "$PYTHON" -m venv --clear "$VENV"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@" >&2 ||
+        die "$* could not be installed: this needs the package index, once; afterwards it is cached in $CACHE"
+    "$VENV/bin/python" -c "$try" >&2 || die "$* was installed into $VENV, but does not run on this machine"
+}
+
 # patiently WHAT COMMAND...: runs a command and says every half minute that it still runs.
 patiently() {
     local what="$1" started=$SECONDS teller status=0

@@ -108,8 +108,8 @@ class Nodes:
         for number, pair in enumerate(ports, 1):
             self.start(f"node{number}", seeds, pair)
 
-    def engine(self):
-        """Flags that say what runs the model."""
+    def engine(self, node):
+        """Flags that say what runs the model at this node."""
         pinned = ["--reproducible"] if self.reproducible else []
         return ["--model", self.model, "--model-id", self.model_id, "--threads", "1", *pinned]
 
@@ -117,7 +117,7 @@ class Nodes:
         command = [
             self.binary, "node", "--data-dir", str(node.folder / "data"), "--http-port", str(node.http),
             "--mesh-port", str(node.mesh), "--cluster", "check", "--cluster-key-file", str(self.key),
-            *self.engine(), *self.options,
+            *self.engine(node), *self.options,
         ]
         if node.seeds:
             command += ["--seeds", ",".join(node.seeds)]
@@ -243,7 +243,7 @@ class SimulatedNodes(Nodes):
         super().__init__(binary, None, None, folder)
         self.profile = profile
 
-    def engine(self):
+    def engine(self, node):
         return ["--engine", f"sim:{self.profile}"]
 
 

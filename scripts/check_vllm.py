@@ -1,0 +1,109 @@
+"""Nodes beside real vLLMs, as a client sees them.
+
+Run by check-vllm.sh, which gets the binary, vLLM, the model and the client ready. Two vLLMs on CPU with a small KV cache, a
+node beside each, one mesh. What must hold is what check_engines.py says, with token ids compared where a stream moves, and
+that vLLM's own benchmark runs through a node without a failed request.
+
+It takes some ten minutes on two idle cores, two of them for the engines to start, and about 9 GB of memory.
+
+The last line is `PASS vllm: figures` or `FAIL vllm: figures`.
+"""
+
+import argparse
+import asyncio
+import json
+
+import engine_checks
+from engine_servers import EngineNodes, VllmServer, start_engines, stop_engines, vllm_environment
+from mesh_nodes import Failure, conclude, note
+
+MODEL_ID = "smollm2-135m"
+READY_WITHIN = 120
+BENCH_WITHIN = 900
+
+# vLLM's benchmark by its module, as the command looks for a package of another name.
+BENCH = """
+import argparse
+from vllm.benchmarks.serve import add_cli_args, main
+parser = argparse.ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+async def bench(nodes, options):
+    """vLLM's own load generator against one node."""
+    front, folder = nodes.all()[0], nodes.folder
+    result, log = folder / "bench.json", folder / "bench.log"
+    command = [
+        options.engine_python, "-c", BENCH, "--backend", "openai-chat", "--base-url", front.url,
+        "--endpoint", "/v1/chat/completions", "--model", MODEL_ID, "--tokenizer", options.model, "--dataset-name", "random", "--random-input-len", "64",
+        "--random-output-len", "24", "--num-prompts", str(options.bench_requests), "--max-concurrency", str(options.at_once),
+        "--temperature", "0", "--disable-tqdm", "--save-result", "--result-dir", str(folder), "--result-filename", result.name,
+    ]
+    with open(log, "wb") as out:
+        process = await asyncio.create_subprocess_exec(*command, stdout=out, stderr=out, env=vllm_environment())
+        try:
+            await asyncio.wait_for(process.wait(), BENCH_WITHIN)
+        except asyncio.TimeoutError:
+            raise Failure(f"vLLM's benchmark still runs after {BENCH_WITHIN} s") from None
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    if process.returncode != 0 or not result.exists():
+        raise Failure(f"vLLM's benchmark ended with {process.returncode}: {log.read_text(errors='replace')[-500:]}")
+    said = json.loads(result.read_text())
+    failed = options.bench_requests - said["completed"]
+    return (
+        f"vLLM's benchmark: {said['completed']} of {options.bench_requests} requests good, {said['output_throughput']:.1f} tokens/s"
+    ), [f"{failed} requests of vLLM's benchmark failed"] if failed else []
+
+
+PARTS = [
+    ("mixed", engine_checks.many),
+    ("bench", bench),
+    ("freeness", engine_checks.freeness),
+    ("models", engine_checks.names),
+    ("hanging up", engine_checks.closing),
+    ("hand-over", engine_checks.handover),
+    ("killed engine", engine_checks.kill),
+]
+
+
+async def check(options, folder):
+    engines = [VllmServer(f"engine{number}", folder, MODEL_ID, options.engine_python, options.model) for number in (1, 2)]
+    nodes = EngineNodes(options.binary, engines, folder)
+    try:
+        note("starting two vLLMs, which takes some minutes")
+        note(f"two vLLMs are up after {await start_engines(engines):.0f} s")
+        # Moves are asked for here, and none comes by itself in between.
+        nodes.start_mesh(len(engines), ["--reschedule-interval-ms", "0"])
+        await nodes.wait_until_ready(nodes.all(), READY_WITHIN)
+        chosen = [(name, part) for name, part in PARTS if not options.parts or name in options.parts.split(",")]
+        return await engine_checks.run_parts(nodes, options, chosen)
+    except Failure as failure:
+        return [], [str(failure)]
+    finally:
+        await nodes.stop_all()
+        await stop_engines(engines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--binary", required=True, help="the shoal binary")
+    parser.add_argument("--model", required=True, help="the folder with the model as vLLM reads it")
+    parser.add_argument("--engine-python", required=True, help="the Python that has vLLM")
+    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--bench-requests", type=int, default=32, help="of vLLM's benchmark")
+    parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument("--streams", type=int, default=6, help="that run while rows are compared and when an engine is killed")
+    parser.add_argument("--tokens", type=int, default=96, help="of each of these streams")
+    parser.add_argument("--copy", default="", help="the manner of a move, if not the node's own choice")
+    parser.add_argument("--parts", default="", help=f"only these, of {','.join(name for name, _ in PARTS)}")
+    parser.add_argument("--keep-logs", action="store_true", help="keep the logs even if all is well")
+    conclude("vllm", parser.parse_args(), check)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""Real engines that speak HTTP, and nodes beside them; for the check scripts.
+
+An engine here is a process with a port, a log in the check's folder, and numbers of its own about how full it is.
+"""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from mesh_nodes import LOOK_EVERY, STOP_WITHIN, Failure, Nodes, environment, free_ports
+
+# Seconds a question to an engine may take; a busy engine answers between two steps.
+ANSWER_WITHIN = 10
+
+
+class Usage:
+    """How full an engine says it is."""
+
+    def __init__(self, running, waiting, tokens, capacity):
+        self.running, self.waiting, self.tokens, self.capacity = running, waiting, tokens, capacity
+
+    def __repr__(self):
+        return f"{self.running} running, {self.waiting} waiting, {self.tokens} of {self.capacity} KV tokens"
+
+
+class EngineServer:
+    """One engine process. A subclass says how it is started and how it is asked."""
+
+    # Seconds from the start to the first healthy answer.
+    READY_WITHIN = 60
+
+    def __init__(self, name, folder, model_id):
+        self.name, self.model_id = name, model_id
+        self.port = free_ports(1)[0][0]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / f"{name}.log"
+        self.process = None
+
+    def command(self):
+        raise NotImplementedError
+
+    def environment(self):
+        return environment()
+
+    async def usage(self):
+        """How full it is; None while it gives no answer."""
+        raise NotImplementedError
+
+    def start(self):
+        with open(self.log, "ab") as log:
+            # A group of its own: some engines are several processes, and all of them must end.
+            self.process = subprocess.Popen(
+                self.command(), stdout=log, stderr=log, env=self.environment(), start_new_session=True)
+
+    def _signal(self, number):
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            pass
+
+    def kill(self):
+        """SIGKILL to all its processes; returns the moment."""
+        self._signal(signal.SIGKILL)
+        moment = time.monotonic()
+        self.process.wait()
+        return moment
+
+    def stop(self):
+        if self.process is None:
+            return
+        if self.process.poll() is None:
+            self._signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP_WITHIN)
+            except subprocess.TimeoutExpired:
+                pass
+        self.kill()
+
+    async def fetch(self, path):
+        """The text that a GET is answered with; None while there is no good answer."""
+
+        def ask():
+            try:
+                with urllib.request.urlopen(f"{self.url}{path}", timeout=ANSWER_WITHIN) as answer:
+                    return answer.read().decode()
+            except (OSError, urllib.error.HTTPError):
+                return None
+
+        return await asyncio.to_thread(ask)
+
+    async def wait_until_healthy(self):
+        """Seconds that took."""
+        began = time.monotonic()
+        while await self.fetch("/health") is None:
+            if self.process.poll() is not None:
+                raise Failure(f"{self.name} ended with {self.process.returncode}; its log ends with:\n{self.last_lines()}")
+            if time.monotonic() - began > self.READY_WITHIN:
+                raise Failure(f"{self.name} is not healthy after {self.READY_WITHIN} s; its log ends with:\n{self.last_lines()}")
+            await asyncio.sleep(LOOK_EVERY)
+        return time.monotonic() - began
+
+    async def models(self):
+        """The names that it lists."""
+        return {row["id"] for row in json.loads(await self.fetch("/v1/models") or '{"data": []}')["data"]}
+
+    def last_lines(self, count=15):
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return "\n".join(lines[-count:])
+
+
+class LlamaServer(EngineServer):
+    """llama.cpp's own HTTP server, with a part of the KV for each of its slots."""
+
+    SLOTS, CONTEXT = 4, 8192
+    TOOL_CHOICE = "auto"
+    # What a request asks for so that two runs of it can be compared: no prefill that starts from what an earlier left.
+    COMPARABLE = {"cache_prompt": False}
+
+    def __init__(self, name, folder, model_id, python, model):
+        super().__init__(name, folder, model_id)
+        self.python, self.model = python, model
+
+    def command(self):
+        runner = Path(__file__).with_name("llama_server.py")
+        return [self.python, str(runner), "--model", self.model, "--alias", self.model_id, "--port", str(self.port),
+                "--parallel", str(self.SLOTS), "--context", str(self.CONTEXT)]
+
+    @staticmethod
+    def tokenize_body(text):
+        return {"content": text}
+
+    async def usage(self):
+        slots, metrics = await asyncio.gather(self.fetch("/slots"), self.fetch("/metrics"))
+        if slots is None or metrics is None:
+            return None
+        slots = json.loads(slots)
+        # An idle slot keeps what its last request left, and gives it up for the next.
+        busy = [slot for slot in slots if slot["is_processing"]]
+        waiting = int(parse_metrics(metrics)["llamacpp:requests_deferred"])
+        tokens = sum(slot.get("n_prompt_tokens", 0) for slot in busy)
+        return Usage(len(busy), waiting, tokens, sum(slot["n_ctx"] for slot in slots))
+
+
+class VllmServer(EngineServer):
+    """vLLM on CPU, started by its module: the command of the CPU package looks for a package of another name.
+
+    In 32 bits: with 16 an output depends on what else runs in the same step.
+    """
+
+    READY_WITHIN = 400
+    TOOL_CHOICE = "none"
+    COMPARABLE = {"return_token_ids": True}
+    # 96 blocks of 32 tokens: some twenty of the requests here fill it.
+    BLOCKS, BLOCK_SIZE, CONTEXT, SLOTS = 96, 32, 1024, 16
+
+    def __init__(self, name, folder, model_id, python, model):
+        super().__init__(name, folder, model_id)
+        self.python, self.model = python, model
+
+    def command(self):
+        return [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model,
+                "--served-model-name", self.model_id, "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager",
+                "--max-model-len", str(self.CONTEXT), "--max-num-seqs", str(self.SLOTS), "--block-size", str(self.BLOCK_SIZE),
+                "--num-gpu-blocks-override", str(self.BLOCKS), "--enable-prompt-tokens-details"]
+
+    @staticmethod
+    def tokenize_body(text):
+        return {"prompt": text}
+
+    def environment(self):
+        return vllm_environment()
+
+    async def usage(self):
+        text = await self.fetch("/metrics")
+        if text is None:
+            return None
+        metrics, capacity = parse_metrics(text), self.BLOCKS * self.BLOCK_SIZE
+        return Usage(int(metrics["vllm:num_requests_running"]), int(metrics["vllm:num_requests_waiting"]),
+                     round(metrics["vllm:kv_cache_usage_perc"] * capacity), capacity)
+
+
+def vllm_environment():
+    """What a process of vLLM needs here: one thread, no look at the network, and compiled modules kept."""
+    kept = {key: value for key, value in environment().items() if key != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+                   "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+def parse_metrics(text):
+    """Values by name out of Prometheus' text, labels left out: the engines here have one of each that is asked for."""
+    found = {}
+    for line in text.splitlines():
+        match = re.match(r"([A-Za-z_:][\w:]*)(?:\{.*\})? (\S+)$", line)
+        if match:
+            found[match[1]] = float(match[2])
+    return found
+
+
+async def start_engines(engines):
+    """Starts all at once; the seconds until the last is healthy. After a failure the caller stops them."""
+    for engine in engines:
+        engine.start()
+    return max(await asyncio.gather(*(engine.wait_until_healthy() for engine in engines)))
+
+
+async def stop_engines(engines):
+    await asyncio.gather(*(asyncio.to_thread(engine.stop) for engine in engines))
+
+
+class EngineNodes(Nodes):
+    """Nodes of which each has an engine beside it that is no part of it."""
+
+    def __init__(self, binary, engines, folder):
+        super().__init__(binary, None, engines[0].model_id, folder)
+        self.engines = engines
+        self._beside = {f"node{number}": engine for number, engine in enumerate(engines, 1)}
+
+    def engine(self, node):
+        return ["--engine", self._beside[node.name].url]
+
+    def engine_of(self, node):
+        """The engine beside a node."""
+        return self._beside[node.name]
+
+    async def row(self, viewer, node):
+        """What `viewer` knows of `node`; None while it knows nothing."""
+        view = await self.view(viewer) or {"nodes": []}
+        return next((row for row in view["nodes"] if row["node"] == node.id), None)
