@@ -26,8 +26,8 @@ case "$MANNER" in
     prepare) exit 0 ;;
     release) build_release ;;
     dev)
-        (cd "$ROOT" && cargo build --locked -p shoal-node --bin shoal >&2)
         SHOAL="${CARGO_TARGET_DIR:-$ROOT/target}/debug/shoal"
+        [[ -x "$SHOAL" ]] || die "there is no $SHOAL: scripts/test.sh builds it"
         ;;
 esac
 

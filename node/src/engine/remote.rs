@@ -88,8 +88,8 @@ struct Shared {
     clock: Arc<dyn Clock>,
     gauge: Mutex<Gauge>,
     facts: Mutex<Arc<EngineFacts>>,
-    /// Its kind and whether it tells ids; `None` before it was heard of.
-    known: Mutex<Option<(ServerKind, bool)>>,
+    /// What it is; `None` before it was heard of.
+    known: Mutex<Option<Known>>,
     jobs: Mutex<BTreeMap<RequestId, SharedJob>>,
     changed: channel::Sender<()>,
     /// Wakes the watcher before its time: something went wrong with the engine.
@@ -105,6 +105,14 @@ impl fmt::Debug for Shared {
             .field("config", &self.config.authority)
             .finish_non_exhaustive()
     }
+}
+
+/// What an engine is, as far as asking it depends on that.
+#[derive(Clone, Copy, Debug)]
+struct Known {
+    kind: ServerKind,
+    has_ids: bool,
+    high_first: bool,
 }
 
 /// A request in the table.
@@ -200,13 +208,14 @@ impl Shared {
     /// What must be known to ask for a request of this model.
     fn asked(&self, model: &str) -> Result<(Asked, u64), EngineError> {
         let known = *lock(&self.known);
-        let (kind, has_ids) = known.ok_or(EngineError::NotReady)?;
+        let known = known.ok_or(EngineError::NotReady)?;
         let facts = self.facts();
         let served = facts.models.iter().find(|served| served.id == model);
         let served = served.ok_or_else(|| EngineError::UnknownModel(model.to_owned()))?;
         let asked = Asked {
-            kind,
-            has_ids,
+            kind: known.kind,
+            has_ids: known.has_ids,
+            high_first: known.high_first,
             context: served.context,
         };
         Ok((asked, served.fingerprint))

@@ -5,6 +5,7 @@
 mod go_on;
 
 use bytes::{Bytes, BytesMut};
+use serde::de::IgnoredAny;
 
 pub(super) use self::go_on::GoOn;
 use super::chunk::{self, Chunk, IdSource};
@@ -89,7 +90,7 @@ impl Reader {
     /// `Broken` when that is no end of an answer.
     pub(super) fn end(self) -> Result<End, EngineError> {
         match self {
-            Self::Whole(whole) => Ok(end(Some(whole.head), whole.bytes.freeze())),
+            Self::Whole(whole) => whole.end(),
             Self::Opaque(opaque) => opaque.end(),
             Self::Ids(ids) => ids.end(),
             Self::GoOn(on) => on.end(),
@@ -120,14 +121,24 @@ const TORN: &str = "the engine ended its answer in the middle";
 pub(super) struct Whole {
     head: AnswerHead,
     bytes: BytesMut,
+    /// It must be JSON to its end: a body may end in the middle though its connection ends in order.
+    json: bool,
 }
 
 impl Whole {
-    pub(super) fn new(head: AnswerHead) -> Self {
+    pub(super) fn new(head: AnswerHead, json: bool) -> Self {
         Self {
             head,
             bytes: BytesMut::new(),
+            json,
         }
+    }
+
+    fn end(self) -> Result<End, EngineError> {
+        if self.json && serde_json::from_slice::<IgnoredAny>(&self.bytes).is_err() {
+            return Err(broken(TORN));
+        }
+        Ok(end(Some(self.head), self.bytes.freeze()))
     }
 
     /// Takes bytes; gives itself up when there are too many to keep.

@@ -181,7 +181,7 @@ impl Exchange {
                     let kind = head.header("content-type").unwrap_or("no content-type");
                     return Err(unreachable(format!("it answers with {kind}")));
                 }
-                Reader::Whole(Box::new(Whole::new(head)))
+                Reader::Whole(Box::new(Whole::new(head, good && self.kind.is_some())))
             }
         };
         self.state = State::Answering(Box::new((response.into_body(), reader)));

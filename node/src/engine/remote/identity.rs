@@ -48,6 +48,8 @@ pub(super) struct Identity {
     /// The engine has a route that gives the ids of the tokens it produced: vLLM by
     /// `return_token_ids`, llama-server by `return_tokens`, SGLang by `/generate`.
     pub(super) has_tokens: bool,
+    /// Requests of a higher `priority` run first: SGLang, unless it was started the other way round.
+    pub(super) high_first: bool,
 }
 
 /// A name that the engine serves.
@@ -141,6 +143,7 @@ pub(super) fn identify(
         left_out,
         slots: facts.slots(kind),
         capacity: facts.capacity(kind).filter(|&tokens| tokens > 0),
+        high_first: kind == ServerKind::Sglang && !facts.low_first(),
         has_tokens: match kind {
             ServerKind::Vllm => {
                 numbers(&version).is_some_and(|version| version >= VLLM_WITH_TOKENS)
@@ -228,6 +231,12 @@ impl Facts {
             ServerKind::Vllm | ServerKind::OpenAi => text(&self.version, "version"),
         };
         cut(version.unwrap_or_default(), MAX_VERSION_BYTES)
+    }
+
+    /// SGLang was started with `--schedule-low-priority-values-first`.
+    fn low_first(&self) -> bool {
+        let setting = self.info.get("schedule_low_priority_values_first");
+        setting.and_then(Value::as_bool) == Some(true)
     }
 
     fn slots(&self, kind: ServerKind) -> Option<u32> {

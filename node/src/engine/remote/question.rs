@@ -44,6 +44,8 @@ pub(super) struct Asked {
     pub(super) kind: ServerKind,
     /// The engine tells ids.
     pub(super) has_ids: bool,
+    /// It runs higher priorities first.
+    pub(super) high_first: bool,
     pub(super) context: Tokens,
 }
 
@@ -179,9 +181,9 @@ impl Asked {
         })
     }
 
-    /// SGLang runs higher numbers first; everybody else, and the mesh, lower ones.
+    /// SGLang runs higher numbers first as a rule; everybody else, and the mesh, lower ones.
     fn with_own_priority(self, body: &Bytes) -> Bytes {
-        if self.kind != ServerKind::Sglang {
+        if !self.high_first {
             return body.clone();
         }
         negated_priority(body).unwrap_or_else(|| body.clone())

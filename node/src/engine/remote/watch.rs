@@ -14,7 +14,7 @@ use super::gauge::State;
 use super::identity::{ASKED, Identity, ServedModel, identify};
 use super::kind::ServerKind;
 use super::reading::{Answer, polled, read};
-use super::{Shared, lock};
+use super::{Known, Shared, lock};
 use crate::engine::{Capabilities, EngineFacts};
 
 /// Time the engine has to answer how it is. With the time between two looks it makes the second within which one that hangs
@@ -78,7 +78,7 @@ fn answers(told: &[Option<(u16, Bytes)>]) -> Vec<Option<Answer<'_>>> {
 }
 
 async fn identify_it(shared: &Shared, trouble: &mut String) {
-    let known = lock(&shared.known).map(|(kind, _)| kind);
+    let known = lock(&shared.known).map(|known| known.kind);
     let told = join_all(ASKED.iter().map(|path| async move {
         match concerns(known, path) {
             true => shared.client.get(path, IDENTITY_PATIENCE).await,
@@ -134,7 +134,11 @@ fn take(shared: &Shared, identity: &Identity) {
             api: ModelApi::Http,
         })
         .collect();
-    let first = lock(&shared.known).replace((identity.kind, identity.has_tokens));
+    let first = lock(&shared.known).replace(Known {
+        kind: identity.kind,
+        has_ids: identity.has_tokens,
+        high_first: identity.high_first,
+    });
     let capabilities = Capabilities {
         resumes: goes_on,
         ..Capabilities::default()
@@ -194,7 +198,7 @@ fn change_facts(shared: &Shared, change: impl FnOnce(&mut EngineFacts)) -> bool 
 }
 
 async fn poll(shared: &Shared) {
-    let Some((kind, _)) = *lock(&shared.known) else {
+    let Some(Known { kind, .. }) = *lock(&shared.known) else {
         return;
     };
     let asked = shared.clock.now();

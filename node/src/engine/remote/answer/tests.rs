@@ -197,7 +197,7 @@ fn an_endless_event_ends_the_reading_and_not_the_memory() {
 
 #[test]
 fn a_body_that_is_no_stream_is_kept_until_it_is_whole_or_long() {
-    let mut reader = Reader::Whole(Box::new(Whole::new(head())));
+    let mut reader = Reader::Whole(Box::new(Whole::new(head(), true)));
     push(&mut reader, "{\"a\":");
     assert_eq!(reader.take(), None);
     push(&mut reader, "1}");
@@ -206,7 +206,10 @@ fn a_body_that_is_no_stream_is_kept_until_it_is_whole_or_long() {
         (end.wire.bytes.as_ref(), end.wire.head.is_some()),
         (&b"{\"a\":1}"[..], true)
     );
-    let mut reader = Reader::Whole(Box::new(Whole::new(head())));
+    let mut torn = Reader::Whole(Box::new(Whole::new(head(), true)));
+    push(&mut torn, "{\"a\":");
+    assert!(torn.end().is_err(), "half of it");
+    let mut reader = Reader::Whole(Box::new(Whole::new(head(), true)));
     push(&mut reader, &"x".repeat(MAX_WHOLE + 1));
     let said = reader.take().unwrap();
     assert_eq!(

@@ -64,6 +64,7 @@ fn vllm_is_what_its_models_say() {
         slots: None,
         capacity: None,
         has_tokens: true,
+        high_first: false,
     };
     assert_eq!(found(&[VLLM_MODELS, VLLM_VERSION]), expected);
     let in_development = Identity {
@@ -100,6 +101,7 @@ fn sglang_adds_its_ranks_and_names_its_weights() {
         slots: Some(256),
         capacity: Some(40_960),
         has_tokens: true,
+        high_first: true,
     };
     assert_eq!(found(&[SGLANG_MODELS, "", "", SGLANG_INFO]), expected);
     assert_eq!(
@@ -123,6 +125,7 @@ fn llama_server_tells_slots_and_a_file() {
         slots: Some(4),
         capacity: Some(8192),
         has_tokens: true,
+        high_first: false,
     };
     assert_eq!(found(&[LLAMA_MODELS, "", LLAMA_PROPS]), expected);
     let alone = found(&[LLAMA_MODELS]);

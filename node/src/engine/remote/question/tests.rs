@@ -7,6 +7,7 @@ use super::*;
 const VLLM: Asked = Asked {
     kind: ServerKind::Vllm,
     has_ids: true,
+    high_first: false,
     context: Tokens(1000),
 };
 
@@ -147,12 +148,18 @@ fn a_request_goes_on_in_the_words_of_its_client() {
 fn priorities_are_turned_round_for_sglang_alone() {
     let asked = Asked {
         kind: ServerKind::Sglang,
+        high_first: true,
         ..VLLM
     };
     let ranked = chat(r#", "priority": 3, "x":{"priority":1}"#);
     let body = asked.raw(&ranked).body;
     let expected = String::from_utf8(ranked.body.to_vec()).unwrap();
     assert_eq!(body, expected.replace(": 3", ": -3"));
+    let other_way = Asked {
+        high_first: false,
+        ..asked
+    };
+    assert_eq!(other_way.raw(&ranked).body, ranked.body);
     let unranked = chat("");
     assert_eq!(asked.raw(&unranked).body, unranked.body);
     let openai = Asked {
