@@ -98,7 +98,7 @@ def main():
     parser.add_argument("--bench-requests", type=int, default=32, help="of vLLM's benchmark")
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--streams", type=int, default=6, help="that run while rows are compared and when an engine is killed")
-    parser.add_argument("--tokens", type=int, default=96, help="of each of these streams")
+    parser.add_argument("--tokens", type=int, default=192, help="of each of these streams")
     parser.add_argument("--copy", default="", help="the manner of a move, if not the node's own choice")
     parser.add_argument("--parts", default="", help=f"only these, of {','.join(name for name, _ in PARTS)}")
     parser.add_argument("--keep-logs", action="store_true", help="keep the logs even if all is well")
