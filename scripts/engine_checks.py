@@ -153,7 +153,8 @@ async def freeness(nodes, options):
         worst = [max((distance[part] for distance in distances), default=0) for part in (0, 1)]
         note(f"{node.name}: engine at most {most}; {len(distances)} rows compared, furthest {worst[0]} tokens and "
              f"{worst[1]} requests off, basis {dict(bases)}; freeness {idle[node.name]} idle, {least} at the fullest")
-        if set(bases) - {"polled"}:
+        # An engine that a stalled machine makes late is estimated meanwhile, and the row says so.
+        if bases["polled"] < 0.95 * len(distances):
             complaints.append(f"the basis of {node.name} while streams ran: {dict(bases)}")
         if least >= idle[node.name]:
             complaints.append(f"the freeness of {node.name} did not fall: {idle[node.name]} idle, {least} at the fullest")
