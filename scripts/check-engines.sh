@@ -5,7 +5,7 @@
 #
 #   scripts/check-engines.sh [--prepare|--dev] [--requests N] [--at-once N] [--streams N] [--parts 'mixed,freeness,...'] [--keep-logs]
 #   --prepare   fetch what it needs and stop
-#   --dev       as the tests do it: with the binary that they built, without optimisation
+#   --dev       as the tests do it: with the binary that they built, and ten times the patience
 set -euo pipefail
 source "$(dirname "$0")/lib.sh"
 
@@ -27,6 +27,7 @@ case "$MANNER" in
     release) build_release ;;
     dev)
         SHOAL="${CARGO_TARGET_DIR:-$ROOT/target}/debug/shoal"
+        export CHECK_PATIENCE=10
         [[ -x "$SHOAL" ]] || die "there is no $SHOAL: scripts/test.sh builds it"
         ;;
 esac
