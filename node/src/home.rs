@@ -117,7 +117,10 @@ impl Request {
         if self.prepared.is_none()
             && let Some(on) = self.ledger.going_on()
         {
-            self.prompt = Tokens(u32::try_from(on.prepared.prompt.len()).unwrap_or(u32::MAX));
+            // llama-server does not tell its ids: the estimate stands until whoever goes on asks for them.
+            if !on.prepared.prompt.is_empty() {
+                self.prompt = Tokens(u32::try_from(on.prepared.prompt.len()).unwrap_or(u32::MAX));
+            }
             self.max_output = Tokens(on.prepared.params.max_tokens);
             self.prepared = Some(on.prepared.clone());
         }
