@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import statistics
+import threading
 import time
 from collections import Counter
 
@@ -76,6 +77,42 @@ async def many(nodes, options):
         f"{good} of {len(cases)} mixed requests through one node, {options.at_once} at a time, good in {took:.0f} s, "
         f"{min(hosts.values(), default=0)} of them at the less used node, nothing held {drained:.1f} s later"
     ), complaints
+
+
+class Stalls:
+    """How long this machine stood still meanwhile: a thread that only sleeps, and looks how late it wakes up.
+
+    What must happen within a time cannot happen while nothing runs. Engines that take all of a machine, and the end of one
+    with gigabytes of memory, make it stand still for seconds.
+    """
+
+    EVERY = 0.01
+    # A wake-up that is less late than this is how any scheduler works.
+    LATE = 0.05
+
+    def __init__(self):
+        self._late, self._over = [], threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self):
+        while not self._over.is_set():
+            slept = time.monotonic()
+            time.sleep(self.EVERY)
+            woke = time.monotonic()
+            if woke - slept > self.EVERY + self.LATE:
+                self._late.append((slept, woke))
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._over.set()
+        self._thread.join()
+
+    def between(self, since, until):
+        """Seconds of that time that were lost."""
+        return sum(max(0.0, min(woke, until) - max(slept, since)) for slept, woke in list(self._late))
 
 
 class Watch:
@@ -268,10 +305,12 @@ async def kill(nodes, options):
             hosts = Counter(answer.host for answer in answers)
             victim = max(mesh, key=lambda node: hosts[node.id])
             engine = nodes.engine_of(victim)
-            killed = engine.kill()
-            fresh = [asyncio.create_task(ask_anew(client)) for client in clients for _ in range(2)]
-            tasks += fresh
-            failed = await seen_as(nodes, mesh, victim, "Failed", 10 * FAILED_WITHIN, killed)
+            with Stalls() as stalls:
+                killed = engine.kill()
+                fresh = [asyncio.create_task(ask_anew(client)) for client in clients for _ in range(2)]
+                tasks += fresh
+                failed = await seen_as(nodes, mesh, victim, "Failed", 10 * FAILED_WITHIN, killed)
+            stood = stalls.between(killed, killed + failed)
             again = [asyncio.create_task(ask_anew(client)) for client in clients for _ in range(2)]
             tasks += again
             await asyncio.gather(*tasks)
@@ -284,14 +323,16 @@ async def kill(nodes, options):
         complaints.append("no stream ran at the engine that was killed")
     lost = [task.result() for task in fresh if task.result().ended != "finished"]
     complaints += [f"a request sent after the kill ended as {answer!r}" for answer in lost]
-    if failed > FAILED_WITHIN:
-        complaints.append(f"a dead engine was seen as such after {failed:.2f} s, {FAILED_WITHIN} s are promised")
+    if failed - stood > FAILED_WITHIN:
+        complaints.append(f"a dead engine was seen as such after {failed:.2f} s, {stood:.2f} s of it the machine stood still, "
+                          f"{FAILED_WITHIN} s are promised")
     engine.start()
     await engine.wait_until_healthy()
     back = await seen_as(nodes, mesh, victim, "Ready", 30, time.monotonic())
     ends = ", ".join(f"{count} {how}" for how, count in saw.items())
     return (
-        f"engine killed with {len(cases)} streams: {ends}; Failed in all views after {failed:.2f} s, {len(fresh) - len(lost)} of "
+        f"engine killed with {len(cases)} streams: {ends}; Failed in all views after {failed:.2f} s ({stood:.2f} s of it the "
+        f"machine stood still), {len(fresh) - len(lost)} of "
         f"{len(fresh)} new requests good, Ready {back:.1f} s after the engine was back"
     ), complaints
 

@@ -66,11 +66,13 @@ class EngineServer:
             pass
 
     def kill(self):
-        """SIGKILL to all its processes; returns the moment."""
+        """SIGKILL to all its processes; returns the moment at which the one that listens is gone.
+
+        The kernel takes a while to give back gigabytes, and closes what was open only after that: until then nobody can
+        know."""
         self._signal(signal.SIGKILL)
-        moment = time.monotonic()
         self.process.wait()
-        return moment
+        return time.monotonic()
 
     def stop(self):
         if self.process is None:
