@@ -178,7 +178,7 @@ impl Writer {
     /// What an engine began is gone on with in its form.
     fn follow(&mut self, on: &GoingOn) {
         if let Some((style, writer)) = &mut self.0 {
-            let prompt = u32::try_from(on.prepared.prompt.len()).unwrap_or(u32::MAX);
+            let prompt = on.prepared.prompt_tokens().0;
             let envelope = style.envelope.like(&on.shape);
             *writer = Some(ChunkWriter::begun(
                 envelope,

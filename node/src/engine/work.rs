@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
-use shoal_gossip::{Epoch, ModelApi, ModelFacts, RequestId};
+use shoal_gossip::{Epoch, ModelApi, ModelFacts, RequestId, Tokens};
 
 use crate::engine::ReservationId;
 use crate::engine::answer::Spoken;
@@ -129,6 +129,11 @@ impl Prepared {
             seeded: false,
             priority: Priority(0),
         }
+    }
+
+    /// Length of the prompt; 0 as long as nobody but the engine has read the body.
+    pub fn prompt_tokens(&self) -> Tokens {
+        Tokens(u32::try_from(self.prompt.len()).unwrap_or(u32::MAX))
     }
 }
 

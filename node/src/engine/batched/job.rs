@@ -117,7 +117,7 @@ impl Submission {
         let spec = SeqSpec {
             request: job.request,
             epoch: job.epoch,
-            prompt_len: count(prepared.prompt.len()),
+            prompt_len: prepared.prompt_tokens().0,
             generated_len,
             max_tokens: params.max_tokens,
             priority: prepared.priority,

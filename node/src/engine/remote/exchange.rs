@@ -230,7 +230,7 @@ async fn go_on(client: Client, asked: Asked, mut job: Job) -> Begun {
         stop: job.prepared.params.stop.clone(),
         told,
         spoken,
-        prompt: Tokens(u32::try_from(job.prepared.prompt.len()).unwrap_or(u32::MAX)),
+        prompt: job.prepared.prompt_tokens(),
     };
     let Question { http, body, manner } = asked.go_on(&job, None)?;
     let sent = client.send(job.request, http, body).await;

@@ -71,7 +71,7 @@ pub(super) struct RemoteJob {
 
 impl RemoteJob {
     pub(super) fn new(job: Job, context: Tokens) -> Self {
-        let told = u32::try_from(job.prepared.prompt.len()).unwrap_or(u32::MAX);
+        let told = job.prepared.prompt_tokens().0;
         let unread = job.prepared.prompt.is_empty() && !job.body.is_empty();
         let sketch = if unread {
             Sketch::read(&job.body).unwrap_or_default()
@@ -207,8 +207,7 @@ impl RemoteJob {
             self.torn = self.going_on.is_none();
             if let Some(on) = &self.going_on {
                 if !on.prepared.prompt.is_empty() {
-                    self.prompt =
-                        Tokens(u32::try_from(on.prepared.prompt.len()).unwrap_or(u32::MAX));
+                    self.prompt = on.prepared.prompt_tokens();
                 }
                 self.longest_output = Tokens(on.prepared.params.max_tokens);
             }

@@ -60,10 +60,10 @@ impl Asked {
         let Some((kind, source)) = job.kind.zip(self.id_source()) else {
             return as_came(self.with_own_priority(&job.body));
         };
-        let Some(prepared) = self.can_go_on(kind, &job.body) else {
+        let Some((prepared, asks_for_ids)) = self.can_go_on(kind, &job.body) else {
             return as_came(job.body.clone());
         };
-        if asks_for_ids(&job.body) {
+        if asks_for_ids {
             return Question {
                 manner: Manner::Ids(IdSource::Told, Box::new(prepared)),
                 ..as_came(job.body.clone())
@@ -95,20 +95,21 @@ impl Asked {
         }
     }
 
-    /// How the request would go on elsewhere, if that could give what it would have got here: `docs/engines.md` has the table.
-    fn can_go_on(self, kind: RequestKind, body: &[u8]) -> Option<Prepared> {
+    /// How the request would go on elsewhere, if that could give what it would have got here, and whether the client asks
+    /// for ids by itself: `docs/engines.md` has the table.
+    fn can_go_on(self, kind: RequestKind, body: &[u8]) -> Option<(Prepared, bool)> {
         let parsed = openai::parse(kind, body).ok()?;
-        let only_known = only_known_fields(body, self.kind)?;
+        let asks_for_ids = only_known_fields(body, self.kind)?;
         let params = &parsed.params;
         let penalised = params.presence_penalty != 0.0 || params.frequency_penalty != 0.0;
         let drawn = parsed.seed.is_some() && params.temperature > 0.0;
         // vLLM counts penalties over what it generated itself; llama-server over the prompt as well.
         let counts = self.kind == ServerKind::LlamaServer || !penalised;
-        if !parsed.stream || !only_known || !counts || drawn || params.logprobs.is_some() {
+        if !parsed.stream || !counts || drawn || params.logprobs.is_some() {
             return None;
         }
         let max_tokens = self.output_bound(kind, &parsed);
-        Some(Prepared {
+        let prepared = Prepared {
             model: parsed.model,
             params: SamplingParams {
                 max_tokens,
@@ -118,7 +119,8 @@ impl Asked {
             seeded: parsed.seed.is_some(),
             priority: parsed.priority,
             prompt: [].into(),
-        })
+        };
+        Some((prepared, asks_for_ids))
     }
 
     /// Output at most, before the prompt is known.
@@ -238,7 +240,7 @@ fn sampling(job: &Job, kind: ServerKind) -> Map<String, Value> {
     fields
 }
 
-/// Whether a body has only fields whose meaning for the rest of an answer is known; `None` when it is no object.
+/// For a body that has only fields whose meaning for the rest of an answer is known: whether it asks vLLM for ids.
 fn only_known_fields(body: &[u8], kind: ServerKind) -> Option<bool> {
     const KNOWN: [&str; 20] = [
         "model",
@@ -296,23 +298,17 @@ fn only_known_fields(body: &[u8], kind: ServerKind) -> Option<bool> {
             Err(_) => false,
         }
     });
+    let asks_for_ids = kind == ServerKind::Vllm
+        && fields
+            .get("return_token_ids")
+            .is_some_and(|raw| raw.get() == "true");
     let known = |name: &str| {
         KNOWN.contains(&name)
             || HARMLESS.contains(&name)
-            || (name == "return_token_ids" && kind == ServerKind::Vllm && asks_for_ids(body))
+            || (name == "return_token_ids" && asks_for_ids)
             || (OFF.contains(&name) && kind != ServerKind::LlamaServer)
     };
-    Some(plain_usage && fields.keys().all(|name| known(name)))
-}
-
-/// Whether a client asks vLLM for ids by itself.
-fn asks_for_ids(body: &[u8]) -> bool {
-    #[derive(Deserialize)]
-    struct Asks {
-        #[serde(default)]
-        return_token_ids: Option<bool>,
-    }
-    serde_json::from_slice::<Asks>(body).is_ok_and(|asks| asks.return_token_ids == Some(true))
+    (plain_usage && fields.keys().all(|name| known(name))).then_some(asks_for_ids)
 }
 
 /// A JSON object with one more member at its end.
