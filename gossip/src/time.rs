@@ -24,6 +24,11 @@ impl Timestamp {
     pub fn since(self, earlier: Self) -> Duration {
         self.0.saturating_sub(earlier.0)
     }
+
+    /// The time so long before this; the start of the node when it had not started then.
+    pub fn before(self, age: Duration) -> Self {
+        Self(self.0.saturating_sub(age))
+    }
 }
 
 impl Add<Duration> for Timestamp {

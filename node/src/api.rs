@@ -160,6 +160,7 @@ mod route {
     pub(super) const METRICS: &str = "/metrics";
     pub(super) const NODES: &str = "/mesh/nodes";
     pub(super) const REQUESTS: &str = "/mesh/requests";
+    pub(super) const DRAIN: &str = "/mesh/drain";
     pub(super) const MIGRATE: &str = "/mesh/requests/{id}/migrate";
 
     /// The route that a path belongs to, as a label of metrics; `other` when there is none.
@@ -176,6 +177,7 @@ mod route {
             METRICS,
             NODES,
             REQUESTS,
+            DRAIN,
         ]
         .into_iter()
         .chain(LIVENESS)
@@ -218,7 +220,8 @@ fn router(api: Arc<Api>) -> Router {
         .route(route::METRICS, get(admin::metrics))
         .route(route::NODES, get(admin::nodes))
         .route(route::REQUESTS, get(requests::list))
-        .route(route::MIGRATE, post(requests::migrate));
+        .route(route::MIGRATE, post(requests::migrate))
+        .route(route::DRAIN, post(requests::drain));
     for path in route::LIVENESS {
         router = router.route(path, get(admin::liveness));
     }

@@ -4,6 +4,7 @@
 //! itself is wrong.
 
 mod bench;
+mod drain;
 mod fetch;
 mod keygen;
 mod load;
@@ -32,6 +33,8 @@ struct Cli {
 enum Job {
     /// Run a node of the mesh, until SIGTERM or Ctrl-C.
     Node(Box<node::NodeArgs>),
+    /// Have a node hand over what it runs, and stop.
+    Drain(drain::DrainArgs),
     /// Make the key that admits nodes to a mesh.
     Keygen(keygen::KeygenArgs),
     /// Measure this program by itself.
@@ -54,6 +57,7 @@ pub fn main(serve: impl FnOnce(NodeConfig) -> ExitCode) -> ExitCode {
     match cli.job {
         Job::Node(args) => node::run(&args, &matches, serve),
         Job::Bench(args) => bench::run(&args),
+        Job::Drain(args) => drain::run(&args),
         Job::Keygen(args) => keygen::run(&args),
         Job::Migrate(args) => migrate::run(&args),
         Job::Simulate(args) => simulate::run(&args),

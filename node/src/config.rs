@@ -240,6 +240,12 @@ pub struct DispatchSettings {
     pub lease: Duration,
     /// Further candidates that are tried after the first.
     pub max_retries: u8,
+    /// Hosts that one request may lose.
+    pub max_replays: u16,
+    /// How long another host is looked for after a loss.
+    pub replay_patience: Duration,
+    /// How long a host that gossip misses may keep its requests.
+    pub grace: Duration,
 }
 
 /// Hand-over of running requests.

@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use shoal_gossip::{BlockSize, Blocks, Epoch, LoadSummary, ModelFacts, RequestId, Tokens};
+use shoal_gossip::{BlockSize, Blocks, Epoch, LoadSummary, ModelFacts, NodeId, RequestId, Tokens};
 use tokio::sync::{mpsc, watch};
 
 use crate::engine::answer::Wire;
@@ -66,6 +66,13 @@ pub struct ReserveAsk {
     pub lease: Duration,
     /// Only room that can be set aside now will do, not a place in the queue: KV that travels cannot wait.
     pub at_once: bool,
+    /// How long ago its client asked. Of the same rank the oldest is served first, wherever it waited before.
+    pub waited: Duration,
+    /// It ran before and lost its host: its client was promised an answer, so there is as much room in the queue for such
+    /// requests as for all others, on top of theirs.
+    pub resumed: bool,
+    /// Whose client asked. Once a queue is half full, no home gets more of it than its share.
+    pub home: NodeId,
 }
 
 /// Why an engine promises nothing. It holds nothing for the asker.

@@ -106,6 +106,17 @@ pub struct RequestRow {
     pub job: Option<JobStatus>,
 }
 
+/// What came of the wish that a node stops.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DrainAnswer {
+    /// It hands over what it has, and stops then.
+    Begun,
+    /// No node of this name is in the mesh.
+    Unknown,
+    /// It did not answer.
+    Silent,
+}
+
 /// The node as the client plane sees it.
 #[async_trait]
 pub trait Frontend: Send + Sync + fmt::Debug {
@@ -119,7 +130,7 @@ pub trait Frontend: Send + Sync + fmt::Debug {
     fn view(&self) -> Arc<ClusterView>;
 
     /// Union of the models that live nodes serve, by name.
-    fn models(&self) -> Vec<ModelFacts>;
+    fn models(&self) -> Arc<[ModelFacts]>;
 
     /// Whether this node takes client requests: not shutting down.
     fn accepting(&self) -> bool;
@@ -135,6 +146,9 @@ pub trait Frontend: Send + Sync + fmt::Debug {
 
     /// Has a request moved to another node, whoever runs it, and waits for what comes of it.
     async fn migrate(&self, request: RequestId, to: NodeId, manner: CopyManner) -> MoveAnswer;
+
+    /// Has a node hand over what it has and stop; returns once it has begun.
+    async fn drain(&self, node: NodeId) -> DrainAnswer;
 
     /// Places a request and returns once a host has taken it. Dropping the future gives up.
     async fn start(&self, ask: ClientAsk) -> Result<Running, HomeError>;

@@ -6,6 +6,9 @@
 mod desk;
 mod follow;
 mod place;
+mod replay;
+mod vigil;
+mod vitals;
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,7 +17,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use rand::RngExt;
 use rand::rngs::StdRng;
-use shoal_gossip::{ModelApi, ModelFacts, NodeId, RequestId, Tokens};
+use shoal_gossip::{ModelApi, ModelFacts, NodeId, RequestId, Timestamp, Tokens};
 use shoal_migrate::ClaimAnswer;
 use shoal_migrate::session::Claim;
 use tokio::sync::mpsc;
@@ -25,10 +28,14 @@ use crate::dispatch::{Need, PlacementLimits, PolicyName};
 use crate::engine::work::{Fit, HttpAsk, Prepared, Priority, RequestKind};
 use crate::engine::{Engine, EngineError};
 pub use crate::home::desk::Whereabouts;
+pub use crate::home::replay::ReplayLimits;
+pub(crate) use crate::home::replay::{Next, Replay};
+pub(crate) use crate::home::vigil::LOOK_EVERY;
 
 use crate::frontend::{ClientAsk, HomeError, Running};
 use crate::home::desk::Desk;
 use crate::home::follow::Follower;
+use crate::home::vigil::Vigil;
 use crate::knowledge::Knowledge;
 use crate::ledger::{Ledger, Verdict};
 use crate::links::Links;
@@ -50,8 +57,10 @@ pub struct HomeSettings {
     pub offer_deadline: Duration,
     /// How long a host may take from submission to its first frame (reading and tokenising).
     pub start_deadline: Duration,
-    /// How often a request may be placed again after its host was lost.
-    pub max_replays: u32,
+    /// How requests go on after their host was lost.
+    pub replay: ReplayLimits,
+    /// How long a host that gossip misses may keep its requests.
+    pub grace: Duration,
     /// How long a client may leave events unread before its request is aborted.
     pub stall_deadline: Duration,
     /// What clients are told to wait when all nodes are full.
@@ -71,6 +80,7 @@ pub struct Home {
     /// Cancelled when the drain deadline is over: requests still running end with an error.
     hurry: CancellationToken,
     desk: Arc<Desk>,
+    vigil: Arc<Vigil>,
 }
 
 /// What a home is made of.
@@ -107,6 +117,10 @@ struct Request {
     max_output: Tokens,
     priority: Priority,
     seed: u64,
+    /// When the client asked: hosts let the oldest in first.
+    came: Timestamp,
+    /// It was at a host before: its client has been promised an answer.
+    resumed: bool,
     ledger: Ledger,
 }
 
@@ -119,7 +133,7 @@ impl Request {
         {
             // llama-server does not tell its ids: the estimate stands until whoever goes on asks for them.
             if !on.prepared.prompt.is_empty() {
-                self.prompt = Tokens(u32::try_from(on.prepared.prompt.len()).unwrap_or(u32::MAX));
+                self.prompt = on.prepared.prompt_tokens();
             }
             self.max_output = Tokens(on.prepared.params.max_tokens);
             self.prepared = Some(on.prepared.clone());
@@ -160,7 +174,16 @@ impl Home {
             tasks,
             hurry,
             desk: Arc::default(),
+            vigil: Arc::default(),
         }
+    }
+
+    /// Looks after the hosts of this home's requests until `stop`; without it only their streams tell of their end.
+    pub async fn keep_vigil(self: Arc<Self>, stop: CancellationToken) {
+        let (vigil, knowledge) = (Arc::clone(&self.vigil), Arc::clone(&self.knowledge));
+        let (metrics, grace) = (Arc::clone(&self.metrics), self.settings.grace);
+        drop(self);
+        vigil::keep_vigil(vigil, knowledge, metrics, grace, stop).await;
     }
 
     /// Judges a node's claim to run one of this home's requests from now on. Unknown requests are over.
@@ -189,8 +212,8 @@ impl Home {
     /// # Errors
     /// The client's mistake, or why no host took it. Nothing is left behind but leases, which end.
     pub async fn start(self: &Arc<Self>, ask: ClientAsk) -> Result<Running, HomeError> {
-        let mut request = self.read(ask).await?;
         let asked = self.knowledge.now();
+        let mut request = self.read(ask, asked).await?;
         let placed = self.place(&mut request, BTreeSet::new()).await?;
         self.metrics.placed(self.knowledge.now().since(asked));
         let (sender, events) = mpsc::channel(CLIENT_EVENTS);
@@ -206,7 +229,7 @@ impl Home {
     }
 
     /// Reads the request with this node's tokenizer where it serves the model, else estimates.
-    async fn read(&self, ask: ClientAsk) -> Result<Request, HomeError> {
+    async fn read(&self, ask: ClientAsk, came: Timestamp) -> Result<Request, HomeError> {
         let ClientAsk {
             kind,
             http,
@@ -220,10 +243,7 @@ impl Home {
         };
         let context = self.context_of(&sketch.model);
         let (prompt, max_output) = match &prepared {
-            Some(prepared) => (
-                Tokens(u32::try_from(prepared.prompt.len()).unwrap_or(u32::MAX)),
-                Tokens(prepared.params.max_tokens),
-            ),
+            Some(prepared) => (prepared.prompt_tokens(), Tokens(prepared.params.max_tokens)),
             None => (
                 sketch.prompt.min(context),
                 sketch.max_tokens.map_or(context, Tokens).min(context),
@@ -248,6 +268,8 @@ impl Home {
             max_output,
             priority: sketch.priority,
             seed: sketch.seed.unwrap_or(seed),
+            came,
+            resumed: false,
             ledger: Ledger::new(id, max_output.0),
             prepared,
         })

@@ -9,7 +9,8 @@ use bytes::Bytes;
 use futures::future::join_all;
 use shoal_gossip::{Blocks, Epoch, LoadSummary, ModelApi, NodeId, RequestId};
 use tokio::sync::mpsc;
-use tracing::debug;
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info};
 
 use crate::dispatch::{Candidate, Freeness, Need, Pool, better_elsewhere, demand_at, should_probe};
 use crate::engine::work::{Job, Prepared, RequestKind};
@@ -55,6 +56,7 @@ pub struct Host {
 struct Roles {
     home: Weak<Home>,
     moves: Weak<Moves>,
+    drain: CancellationToken,
 }
 
 impl Host {
@@ -77,12 +79,14 @@ impl Host {
         }
     }
 
-    /// Lets the host pass on what is for this node's home and for its hand-overs.
-    pub fn join(&self, home: &Arc<Home>, moves: &Arc<Moves>) {
+    /// Lets the host pass on what is for this node's home and for its hand-overs. `drain` is cancelled when another node passes
+    /// on the wish that this one stops.
+    pub fn join(&self, home: &Arc<Home>, moves: &Arc<Moves>, drain: CancellationToken) {
         // A second call changes nothing: a node has one of each.
         self.roles.get_or_init(|| Roles {
             home: Arc::downgrade(home),
             moves: Arc::downgrade(moves),
+            drain,
         });
     }
 
@@ -118,8 +122,20 @@ impl Host {
                 let at = home.whereabouts(request);
                 Answer::Move(moves.asked(from, at, (request, to, manner)).await)
             }
-            Ask::Offer(_) | Ask::Probe | Ask::Abort { .. } | Ask::Release { .. } => Answer::Done,
+            Ask::Offer(_) | Ask::Probe | Ask::Abort { .. } | Ask::Release { .. } | Ask::Drain => {
+                Answer::Done
+            }
         }
+    }
+
+    /// Another node passes on that this one is to stop.
+    fn stop(&self, from: NodeId) -> Answer {
+        let Some(roles) = self.roles.get() else {
+            return Answer::Refuse(RefuseReason::NotReady);
+        };
+        info!(%from, "asked to hand over what is here, and to stop");
+        roles.drain.cancel();
+        Answer::Done
     }
 
     /// Lets the host probe others. Before that it answers from its own numbers alone.
@@ -158,6 +174,9 @@ impl Host {
             demand,
             lease,
             at_once: false,
+            waited: offer.waited,
+            resumed: offer.resumed,
+            home: offer.request.home,
         };
         promised(self.engine.reserve(ask), lease)
     }
@@ -256,7 +275,7 @@ impl Host {
             prepared.params.seed = seed;
         }
         let told = (!given && !prepared.prompt.is_empty()).then(|| prepared.clone());
-        let prompt_tokens = u32::try_from(prepared.prompt.len()).unwrap_or(u32::MAX);
+        let prompt_tokens = prepared.prompt_tokens().0;
         let events = self.engine.submit(Job {
             request,
             epoch,
@@ -400,6 +419,7 @@ impl ControlHandler for Host {
                 self.engine.release(ReservationId(reservation));
                 Answer::Done
             }
+            Ask::Drain => self.stop(from),
             ask @ (Ask::Propose(_)
             | Ask::Claim { .. }
             | Ask::Committed { .. }

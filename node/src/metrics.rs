@@ -210,6 +210,11 @@ impl Metrics {
         counter(&self.recorder, table::REPLAYS, &[reason]).increment(1);
     }
 
+    /// Counts a host of this node's requests that is dead.
+    pub fn host_lost(&self, how: &'static str) {
+        counter(&self.recorder, table::HOSTS_LOST, &[how]).increment(1);
+    }
+
     /// Counts the end of a hand-over that this node began.
     pub fn moved(&self, reason: &'static str, outcome: &'static str, cause: &'static str) {
         counter(&self.recorder, table::MOVES, &[reason, outcome, cause]).increment(1);

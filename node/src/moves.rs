@@ -9,6 +9,7 @@
 //! home's stream ─▶ Moves::attach ◀─ events of the resumed request ◀─ either session
 //! ```
 
+mod drain;
 mod handout;
 mod judge;
 mod source;
@@ -31,6 +32,7 @@ use shoal_migrate::{CopyManner, MigrationId, MoveReason, SessionLimits};
 use tokio::sync::{Notify, mpsc};
 use tokio_util::task::TaskTracker;
 
+pub use drain::keep_emptying;
 pub use handout::HandedOut;
 pub use watch::keep_rescheduling;
 

@@ -36,7 +36,7 @@ use crate::knowledge::Knowledge;
 use crate::load::LoadSource;
 use crate::mesh::control::ControlNode;
 use crate::mesh::stream::StreamNode;
-use crate::moves::Moves;
+use crate::moves::{Moves, keep_emptying};
 use crate::node::front::Front;
 
 /// How long each part may take to close once nothing runs on it. Longer means that it hangs: it is
@@ -95,6 +95,7 @@ pub struct Node {
     control_addr: SocketAddr,
     stream_addr: SocketAddr,
     deadline: Duration,
+    max_view_age: Duration,
     engine: Arc<dyn Engine>,
     loads: Arc<LoadSource>,
     knowledge: Arc<Knowledge>,
@@ -118,6 +119,8 @@ pub struct Node {
 /// The signals of the shutdown's stages.
 #[derive(Clone, Debug, Default)]
 struct Stop {
+    /// An operator wants the node to stop.
+    asked: CancellationToken,
     /// No new clients.
     closing: CancellationToken,
     /// Requests that still run are cut.
@@ -173,15 +176,29 @@ impl Node {
         }
     }
 
-    /// Ends the node in order, within its shutdown deadline and a little. Streams that are still
-    /// running at the deadline end with an error event.
+    /// Waits until an operator has asked, through any node, that this one stops; usually for ever. Safe to drop.
+    pub fn asked_to_stop(&self) -> impl Future<Output = ()> + use<> {
+        self.stop.asked.clone().cancelled_owned()
+    }
+
+    /// Ends the node in order, within its shutdown deadline and a little. What its engine has is handed over to other nodes, KV
+    /// and all; its clients' streams go on, from wherever they run, until they end. Those still running at the deadline end
+    /// with an error event.
     pub async fn shutdown(self) {
         info!(node = %self.id, deadline = ?self.deadline, "closing: no new requests");
         self.front.close();
         self.loads.drain();
         self.gossip.publish(self.loads.summary());
 
-        if timeout(self.deadline, self.finished()).await.is_err() {
+        let emptied = CancellationToken::new();
+        let finished = async {
+            let finished = timeout(self.deadline, self.finished()).await;
+            emptied.cancel();
+            finished
+        };
+        let empty = keep_emptying(Arc::clone(&self.moves), self.max_view_age, emptied.clone());
+        let ((), finished) = tokio::join!(empty, finished);
+        if finished.is_err() {
             let load = self.loads.summary();
             warn!(
                 running = load.running,

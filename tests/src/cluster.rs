@@ -72,14 +72,7 @@ pub fn config(data_dir: &Path) -> NodeConfig {
             block_size: NonZeroU32::MIN.saturating_add(15),
             queue_limit: 256,
         },
-        dispatch: DispatchSettings {
-            policy: PolicyName::P2c,
-            max_view_age: Duration::from_secs(10),
-            redirect_below: 10,
-            offer_timeout: Duration::from_secs(5),
-            lease: Duration::from_secs(10),
-            max_retries: 4,
-        },
+        dispatch: dispatch(),
         moves: MovesSettings {
             // Only what a test asks for moves.
             interval: None,
@@ -97,6 +90,20 @@ pub fn config(data_dir: &Path) -> NodeConfig {
             format: LogFormat::Text,
         },
         warnings: Vec::new(),
+    }
+}
+
+fn dispatch() -> DispatchSettings {
+    DispatchSettings {
+        policy: PolicyName::P2c,
+        max_view_age: Duration::from_secs(10),
+        redirect_below: 10,
+        offer_timeout: Duration::from_secs(5),
+        lease: Duration::from_secs(10),
+        max_retries: 4,
+        max_replays: 16,
+        replay_patience: Duration::from_secs(60),
+        grace: Duration::from_secs(1),
     }
 }
 

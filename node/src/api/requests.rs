@@ -1,10 +1,11 @@
-//! The requests that run, and moving one by hand.
+//! The requests that run, moving one by hand, and having a node hand over all that it has.
 
 use std::sync::Arc;
 
 use axum::Json;
 use axum::body::Bytes;
 use axum::extract::{Path, State};
+use axum::http::StatusCode;
 use axum::response::IntoResponse;
 use serde::{Deserialize, Serialize};
 use shoal_gossip::{NodeId, RequestId};
@@ -13,7 +14,7 @@ use shoal_migrate::CopyManner;
 use crate::api::Api;
 use crate::api::error::{ApiError, ErrorKind};
 use crate::engine::moving::JobPhase;
-use crate::frontend::RequestRow;
+use crate::frontend::{DrainAnswer, RequestRow};
 use crate::mesh::messages::{MoveAnswer, MoveReport};
 
 /// What `GET /mesh/requests` lists.
@@ -128,6 +129,58 @@ pub(super) async fn migrate(
             let message =
                 format!("no request {request} runs; GET /mesh/requests lists those of a node");
             Err(ApiError::new(ErrorKind::UnknownRequest, message))
+        }
+    }
+}
+
+/// Body of the wish that a node stops. Empty, or without a name, for the node that is asked.
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct DrainBody {
+    #[serde(default)]
+    node: Option<String>,
+}
+
+/// A node that stops.
+#[derive(Serialize)]
+struct DrainingBody {
+    node: String,
+    draining: bool,
+}
+
+/// Has a node hand over what it has, and stop. Answers as soon as that has begun.
+pub(super) async fn drain(
+    State(api): State<Arc<Api>>,
+    body: Bytes,
+) -> Result<impl IntoResponse, ApiError> {
+    let body: DrainBody = match body.trim_ascii() {
+        [] => DrainBody::default(),
+        text => serde_json::from_slice(text).map_err(|error| {
+            let message = format!("the body must be empty or {{\"node\": \"<node>\"}}: {error}");
+            ApiError::bad_request(message)
+        })?,
+    };
+    let node: NodeId = match body.node {
+        None => api.frontend.this(),
+        Some(name) => name
+            .parse()
+            .map_err(|error| wrong(&error).blaming("node"))?,
+    };
+    match api.frontend.drain(node).await {
+        DrainAnswer::Begun => {
+            let draining = DrainingBody {
+                node: node.to_string(),
+                draining: true,
+            };
+            Ok((StatusCode::ACCEPTED, Json(draining)))
+        }
+        DrainAnswer::Unknown => {
+            let message = format!("no node {node} is in the mesh; GET /mesh/nodes lists them");
+            Err(ApiError::bad_request(message).blaming("node"))
+        }
+        DrainAnswer::Silent => {
+            let message = format!("the node {node} did not answer; ask it directly");
+            Err(ApiError::new(ErrorKind::Unavailable, message))
         }
     }
 }

@@ -276,7 +276,7 @@ where
         }
         let body = Limited::new(response.into_body(), MAX_ANSWER);
         let whole = body.collect().await.map_err(|_| not_a_node())?.to_bytes();
-        if status == StatusCode::OK {
+        if status.is_success() {
             return Ok(whole);
         }
         // Nodes say what is wrong in OpenAI's shape.

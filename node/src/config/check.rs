@@ -168,6 +168,13 @@ fn dispatch(raw: &RawDispatch, gossip: &GossipSettings) -> Result<DispatchSettin
         lease: millis("--lease-ms", raw.lease_ms, 20..=600_000)?,
         // An offer names the nodes that were tried, and has room for so many.
         max_retries: within("--max-retries", raw.max_retries, 0..=MAX_EXCLUDED as u8 - 1)?,
+        max_replays: within("--max-replays", raw.max_replays, 0..=1_000)?,
+        replay_patience: millis(
+            "--replay-patience-ms",
+            raw.replay_patience_ms,
+            0..=3_600_000,
+        )?,
+        grace: millis("--grace-ms", raw.grace_ms, 0..=60_000)?,
     };
     let rounds = gossip.interval * ROUNDS_IN_VIEW_AGE as u32;
     if settings.max_view_age < rounds {

@@ -313,15 +313,15 @@ impl Shared {
             self.gauge(|gauge| gauge.release(reservation));
             return Ok(());
         }
-        let length = |ids: usize| Tokens(u32::try_from(ids).unwrap_or(u32::MAX));
-        let (prompt, generated) = (
-            length(job.prepared.prompt.len()),
-            length(job.generated.len()),
-        );
+        let prompt = job.prepared.prompt_tokens();
+        let generated = Tokens(u32::try_from(job.generated.len()).unwrap_or(u32::MAX));
         let ask = ReserveAsk {
             demand: starting_demand(self.facts().block_size, prompt, generated),
             lease: Duration::from_secs(1),
             at_once: false,
+            waited: Duration::ZERO,
+            resumed: false,
+            home: job.request.home,
         };
         self.gauge(|gauge| {
             let reservation = gauge.reserve(now, ask)?;

@@ -2,7 +2,7 @@
 //! arbiter, and a new placement when the host is lost.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use shoal_gossip::{Epoch, NodeId, Timestamp, Tokens};
@@ -15,9 +15,10 @@ use crate::engine::EngineError;
 use crate::frontend::{HomeError, HomeEvent};
 use crate::home::desk::{ClaimAsk, Seat, Whereabouts};
 use crate::home::place::{Opened, Placed};
+use crate::home::replay::{Next, Replay};
 use crate::home::{Home, Request};
 use crate::ledger::Verdict;
-use crate::mesh::messages::{Ask, Attach, MAX_EXCLUDED};
+use crate::mesh::messages::{Ask, Attach};
 
 /// Why following stopped.
 enum End {
@@ -44,9 +45,8 @@ pub(super) struct Follower {
     placed: Placed,
     events: mpsc::Sender<HomeEvent>,
     seat: Seat,
-    /// Hosts that were lost under it.
-    lost: BTreeSet<NodeId>,
-    replays: u32,
+    /// What was lost under it.
+    replay: Replay,
     /// What the last host said, if it said why it would not.
     refusal: Option<EngineError>,
 }
@@ -65,14 +65,14 @@ impl Follower {
             output: Tokens::ZERO,
         };
         let seat = home.desk.enter(request.id, whereabouts);
+        let replay = Replay::new(home.settings.replay);
         Self {
             home,
             request,
             placed,
             events,
             seat,
-            lost: BTreeSet::new(),
-            replays: 0,
+            replay,
             refusal: None,
         }
     }
@@ -135,6 +135,13 @@ impl Follower {
                 () = sleep(patience), if waits => {
                     debug!(request = %self.request.id, "client has not read in time; its request is aborted");
                     return End::Over;
+                }
+                death = self.placed.guard.dead() => {
+                    // What no other engine can go on with has nothing to lose by waiting until its stream ends.
+                    if death.is_proven() || !self.request.ledger.is_torn() {
+                        return End::HostLost(format!("its host is dead: {}", death.as_str()));
+                    }
+                    self.placed.guard.rest();
                 }
                 frame = self.placed.frames.next(), if !waits => {
                     let verdict = match frame {
@@ -228,6 +235,7 @@ impl Follower {
         let why = match opened {
             Ok(Opened { placed, .. }) => {
                 self.home.metrics.attached();
+                self.replay.placed();
                 self.placed = placed;
                 return End::Moved(to);
             }
@@ -240,44 +248,54 @@ impl Follower {
 
     /// Places the request again after its host was lost; false when that is over, and the client was told.
     async fn place_again(&mut self, why: String) -> bool {
-        self.replays += 1;
         let old = (self.placed.host, self.request.ledger.epoch());
-        self.lost.insert(self.placed.host);
-        info!(request = %self.request.id, host = %self.placed.host,
-            tokens = self.request.ledger.count(), why, replays = self.replays,
-            "host lost; placing the request again");
-        if self.request.ledger.is_torn() {
-            self.fail(HomeError::Lost(format!(
-                "{why}; its engine alone could have finished the answer"
-            )))
-            .await;
-            return false;
-        }
-        if self.replays > self.home.settings.max_replays || self.lost.len() > MAX_EXCLUDED {
-            self.fail(self.last_word(HomeError::Lost(why))).await;
-            return false;
-        }
         let home = Arc::clone(&self.home);
+        let mut next = self.replay.host_lost(home.knowledge.now(), old.0);
+        info!(request = %self.request.id, host = %old.0, tokens = self.request.ledger.count(), why,
+            losses = self.replay.losses(), "host lost; placing the request again");
+        if self.request.ledger.is_torn() {
+            let alone = "its engine alone could have finished the answer";
+            self.fail(HomeError::Lost(format!("{why}; {alone}"))).await;
+            return false;
+        }
+        self.request.resumed = true;
+        let mut lost = why.clone();
         loop {
-            let lost = self.lost.clone();
+            let (wait, excluded) = match &next {
+                Next::Place(excluded) => (None, excluded.clone()),
+                Next::Wait(wait) => (Some(*wait), BTreeSet::new()),
+                Next::GiveUp => {
+                    home.metrics.replay("lost");
+                    self.stop_old(old);
+                    self.fail(self.last_word(HomeError::Lost(lost))).await;
+                    return false;
+                }
+            };
             let claimed = tokio::select! {
                 biased;
                 () = self.events.closed() => return false,
-                again = home.place(&mut self.request, lost) => {
-                    home.metrics.replay(if again.is_ok() { "placed" } else { "lost" });
-                    self.stop_old(old);
-                    match again {
-                        Ok(next) => {
-                            self.placed = next;
-                            return true;
-                        }
-                        Err(error) => {
-                            let why = HomeError::Lost(format!("{why}; then {error}"));
-                            self.fail(self.last_word(why)).await;
-                            return false;
-                        }
-                    }
+                () = home.hurry.cancelled() => {
+                    self.fail(HomeError::ShuttingDown).await;
+                    return false;
                 }
+                () = sleep(wait.unwrap_or_default()), if wait.is_some() => {
+                    next = self.replay.waited();
+                    continue;
+                }
+                placed = home.place(&mut self.request, excluded), if wait.is_none() => match placed {
+                    Ok(placed) => {
+                        home.metrics.replay("placed");
+                        self.stop_old(old);
+                        self.replay.placed();
+                        self.placed = placed;
+                        return true;
+                    }
+                    Err(error) => {
+                        lost = format!("{why}; then {error}");
+                        next = self.after_refusal(&error);
+                        continue;
+                    }
+                },
                 Some(ask) = self.seat.claims.recv() => self.judge(ask),
             };
             // The host was lost in the middle of a hand-over, and its target has the request whole.
@@ -290,6 +308,23 @@ impl Follower {
                 };
             }
         }
+    }
+
+    /// What comes after nobody took a request that had a host before.
+    fn after_refusal(&mut self, error: &HomeError) -> Next {
+        let hopeless = match error {
+            HomeError::BadRequest { .. } | HomeError::ShuttingDown => true,
+            // An engine said no before the first token: its client was promised nothing yet, and asks again by itself.
+            HomeError::Overloaded { .. }
+            | HomeError::Unavailable { .. }
+            | HomeError::UnknownModel(_)
+            | HomeError::Lost(_) => self.request.ledger.count() == 0 && self.refusal.is_some(),
+        };
+        if hopeless {
+            return Next::GiveUp;
+        }
+        let mut rng = self.home.rng.lock().unwrap_or_else(PoisonError::into_inner);
+        self.replay.nobody(self.home.knowledge.now(), &mut rng)
     }
 
     /// What to tell a client that got nothing: the engines' own reason, if they gave one.

@@ -11,6 +11,8 @@ use crate::dispatch::{Choice, GiveUp, Need, Outcome, Placement, Reason, Step, Wo
 use crate::engine::EngineError;
 use crate::engine::work::Prepared;
 use crate::frontend::HomeError;
+use crate::home::vigil::Guard;
+use crate::home::vitals::Death;
 use crate::home::{Home, Request};
 use crate::knowledge::Knowledge;
 use crate::mesh::messages::{Ask, FrameBody, Offer, Open, Submit};
@@ -22,6 +24,8 @@ pub(super) struct Placed {
     pub(super) host: NodeId,
     pub(super) prompt_tokens: u32,
     pub(super) frames: FrameReceiver,
+    /// Tells when the host is dead.
+    pub(super) guard: Guard,
 }
 
 /// How a host's stream began.
@@ -41,6 +45,8 @@ pub(super) enum OpenError {
     Ended,
     #[error("no first frame in time")]
     Late,
+    #[error("the host died: {}", .0.as_str())]
+    Dead(Death),
     #[error("the stream did not begin with a start")]
     NoStart,
     #[error(transparent)]
@@ -97,7 +103,7 @@ impl Home {
                 Step::Offer { choice, hops } => {
                     self.note(request, &choice, hops);
                     let to = choice.taken.node;
-                    let offer = Self::offer_for(request, hops, course.placement.need());
+                    let offer = self.offer_for(request, hops, course.placement.need());
                     let answered = self
                         .links
                         .ask(to, Ask::Offer(offer), self.settings.offer_deadline)
@@ -137,7 +143,7 @@ impl Home {
         }
     }
 
-    fn offer_for(request: &Request, hops: u8, need: &Need) -> Offer {
+    fn offer_for(&self, request: &Request, hops: u8, need: &Need) -> Offer {
         Offer {
             request: request.id,
             epoch: request.ledger.epoch().next(),
@@ -148,6 +154,8 @@ impl Home {
             max_output: request.max_output,
             priority: request.priority,
             hops,
+            waited: self.knowledge.now().since(request.came),
+            resumed: request.resumed,
             excluded: need.excluded.iter().copied().collect(),
         }
     }
@@ -193,8 +201,14 @@ impl Home {
             let first = frames.next().await.transpose()?;
             Ok((frames, first.ok_or(OpenError::Ended)?.body))
         };
-        let started = timeout(self.settings.start_deadline, start).await;
-        let (frames, first) = started.unwrap_or(Err(OpenError::Late))?;
+        let mut guard = self.vigil.over(to);
+        let (frames, first) = tokio::select! {
+            biased;
+            started = timeout(self.settings.start_deadline, start) => {
+                started.unwrap_or(Err(OpenError::Late))?
+            }
+            death = guard.dead() => return Err(OpenError::Dead(death)),
+        };
         match first {
             FrameBody::Started {
                 prepared,
@@ -204,6 +218,7 @@ impl Home {
                     host: to,
                     prompt_tokens,
                     frames,
+                    guard,
                 },
                 prepared,
             }),

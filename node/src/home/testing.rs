@@ -39,7 +39,7 @@ pub(crate) struct Member {
     pub(crate) moves: Arc<Moves>,
     pub(crate) engine: Arc<dyn Engine>,
     links: Arc<Links>,
-    metrics: Arc<Metrics>,
+    pub(crate) metrics: Arc<Metrics>,
     /// The planes know their handlers weakly.
     _host: Arc<Host>,
 }
@@ -258,12 +258,16 @@ fn member(
         },
         offer_deadline: Duration::from_secs(10),
         start_deadline: Duration::from_secs(10),
-        max_replays: 3,
+        replay: ReplayLimits {
+            losses: 3,
+            patience: Duration::from_secs(3),
+        },
+        grace: Duration::from_secs(1),
         stall_deadline: Duration::from_secs(60),
         retry_after: Duration::from_secs(1),
     };
     let home = Arc::new(Home::new(parts, settings));
-    host.join(&home, &moves);
+    host.join(&home, &moves, CancellationToken::new());
     Member {
         id,
         loads,

@@ -3,11 +3,15 @@
 
 use std::time::Duration;
 
+use futures::FutureExt;
 use tokio::time::timeout;
 
 use super::testing::{Mesh, PATIENCE, read};
 use super::*;
+use crate::engine::TokenBatch;
+use crate::engine::answer::{AnswerHead, ChunkShape, GoingOn, Wire};
 use crate::frontend::HomeEvent;
+use crate::mesh::messages::FrameBody;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_full_host_points_to_a_free_one_that_it_has_probed() {
@@ -112,4 +116,98 @@ async fn a_client_that_goes_while_placed_leaves_neither_charge_nor_promise() {
     assert_eq!(charged.0, 0);
     // Promises end by lease, jobs by the stream that was dropped.
     mesh.empty(1).await;
+}
+
+#[test]
+fn a_prompt_whose_ids_its_engine_does_not_tell_keeps_its_estimate() {
+    let told = |prompt: &[u32]| {
+        let this = NodeId(1);
+        let id = RequestId {
+            home: this,
+            serial: 1,
+        };
+        let mut request = Request {
+            id,
+            kind: Some(RequestKind::Chat),
+            http: HttpAsk::default(),
+            body: Bytes::new(),
+            model: "m".into(),
+            fit: Fit::Any,
+            prepared: None,
+            prompt: Tokens(40),
+            max_output: Tokens(900),
+            priority: Priority(0),
+            seed: 1,
+            came: Timestamp::ZERO,
+            resumed: false,
+            ledger: Ledger::new(id, 900),
+        };
+        let mut prepared = Prepared::unread("m");
+        prepared.prompt = prompt.into();
+        prepared.params.max_tokens = 100;
+        let shape = ChunkShape {
+            id: "c".into(),
+            created: 1,
+            model: "m".into(),
+            fingerprint: None,
+            ids: false,
+        };
+        let head = AnswerHead {
+            status: 200,
+            going_on: Some(GoingOn {
+                prepared,
+                fingerprint: 9,
+                shape,
+            }),
+            ..AnswerHead::default()
+        };
+        let batch = TokenBatch {
+            ids: vec![7],
+            wire: Wire {
+                head: Some(Box::new(head)),
+                bytes: Bytes::from_static(b"data: {}\n\n"),
+            },
+            ..TokenBatch::default()
+        };
+        let frame = Frame {
+            request: id,
+            epoch: request.ledger.pass_on(this),
+            body: FrameBody::Tokens(batch),
+        };
+        assert!(matches!(request.accept(frame), Verdict::Deliver(_)));
+        (request.need(BTreeSet::new()), request.max_output)
+    };
+    let (need, max_output) = told(&[]);
+    assert_eq!((need.prompt, max_output), (Tokens(40), Tokens(100)));
+    assert_eq!((need.generated, need.fit), (Tokens(1), Fit::Same(9)));
+    assert_eq!(told(&[1, 2, 3]).0.prompt, Tokens(3));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_waits_until_somebody_takes_it_again() {
+    let mesh = Mesh::of(&["other", "m"]);
+    let whole = read(mesh.ask(0, "m", 300).await.unwrap()).await;
+    let running = mesh.ask(0, "m", 300).await.unwrap();
+    // The only node that serves it cannot be reached for a while: its stream is gone, and nobody takes the request.
+    mesh.net.cut(mesh.id(0), mesh.id(1));
+    let unanswered = || {
+        let text = mesh.members[0].metrics.render();
+        let line = |line: &&str| line.starts_with("shoal_offers_total{") && line.contains("none");
+        let count = text
+            .lines()
+            .find(line)
+            .and_then(|line| line.rsplit_once(' '));
+        count.map_or(0, |(_, count)| count.parse::<u64>().unwrap())
+    };
+    let mended = async {
+        while unanswered() < 3 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        mesh.net.mend(mesh.id(0), mesh.id(1));
+    };
+    let ((), (text, indexes, failed)) =
+        tokio::join!(timeout(PATIENCE, mended).map(Result::unwrap), read(running));
+    assert_eq!(failed, None);
+    assert_eq!((text, indexes), (whole.0, whole.1));
+    assert_eq!(mesh.replays(), 1);
 }

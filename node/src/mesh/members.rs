@@ -1,10 +1,21 @@
 //! Who may speak to us: the nodes that a current record names, and nobody else.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use libp2p::PeerId;
-use shoal_gossip::{ClusterView, NodeFacts, NodeId};
+use shoal_gossip::{ClusterView, Incarnation, NodeFacts, NodeId};
 use tokio::sync::watch;
+use tokio::time::timeout;
+
+/// How long a node that no view names keeps its connections. Gossip calls a node dead whose machine stands still for two seconds;
+/// what it streams goes on when it wakes up, and for streams that nobody else can finish that is the only way. New
+/// connections need a name in the view from the first moment.
+pub(crate) const FORGIVEN: Duration = match cfg!(test) {
+    false => Duration::from_secs(10),
+    // Unit tests wait for it.
+    true => Duration::from_millis(1_500),
+};
 
 /// The view, read as a guest list. Cheap to clone; always the newest view.
 #[derive(Clone, Debug)]
@@ -58,14 +69,33 @@ impl Members {
             .collect()
     }
 
-    /// Waits until a view no longer fulfils `stays`. Waits for ever once the state plane has ended: the
-    /// last view stands.
-    pub(crate) async fn until_not(mut self, stays: impl Fn(&Self) -> bool + Send) {
-        while stays(&self) {
-            if !self.changed().await {
-                std::future::pending::<()>().await;
+    /// Waits until no view has named a node for [`FORGIVEN`]: one that is slow is back before that. With `life`, a later life of
+    /// it ends the wait at once. Waits for ever once the state plane has ended: the last view stands.
+    pub(crate) async fn until_gone(mut self, node: NodeId, life: Option<Incarnation>) {
+        loop {
+            let named = self.find(node).map(|member| member.facts.incarnation);
+            if named.is_some_and(|now| life.is_some_and(|life| now > life)) {
+                return;
+            }
+            let changed = match named {
+                Some(_) => Ok(self.changed().await),
+                None => timeout(FORGIVEN, self.until_named(node)).await,
+            };
+            match changed {
+                Ok(true) => {}
+                Ok(false) => std::future::pending().await,
+                Err(_) => return,
             }
         }
+    }
+
+    async fn until_named(&mut self, node: NodeId) -> bool {
+        while self.find(node).is_none() {
+            if !self.changed().await {
+                return false;
+            }
+        }
+        true
     }
 
     /// Waits for a newer view. `false` when none will come: the state plane has ended, and the last

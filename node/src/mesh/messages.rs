@@ -1,5 +1,7 @@
 //! The messages between nodes. Versioned, bounded, and each control message carries the sender's load.
 
+use std::time::Duration;
+
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use shoal_gossip::{Epoch, LoadSummary, NodeId, RequestId, Tokens};
@@ -11,7 +13,7 @@ use crate::engine::work::{Fit, HttpAsk, Prepared, Priority, RequestKind};
 use crate::engine::{EngineError, Finish, TokenBatch};
 
 /// Version of everything in this file. Nodes of another version are not candidates and get no answer.
-pub const PROTOCOL: u16 = 3;
+pub const PROTOCOL: u16 = 4;
 
 /// Longest control message in bytes. An offer with [`MAX_EXCLUDED`] names and the longest model name
 /// takes under 1 KiB; four times that leaves room for what comes.
@@ -93,6 +95,8 @@ pub enum Ask {
         /// How, if it runs.
         manner: CopyManner,
     },
+    /// An operator's wish: hand over what you have, and stop. Answered with [`Answer::Done`] when it has begun.
+    Drain,
 }
 
 /// What a host must know of a request to decide.
@@ -116,6 +120,10 @@ pub struct Offer {
     pub priority: Priority,
     /// Redirects this request has taken.
     pub hops: u8,
+    /// How long ago its client asked, by its home's clock.
+    pub waited: Duration,
+    /// It ran before, and its host was lost.
+    pub resumed: bool,
     /// Nodes not to redirect to.
     pub excluded: Vec<NodeId>,
 }

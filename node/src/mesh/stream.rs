@@ -13,8 +13,8 @@
 //!
 //! - A client that TLS refuses believes itself connected for a round trip (TLS 1.3). So the host greets
 //!   an admitted peer with its protocol version, and a dialler trusts nothing before it.
-//! - A node that leaves the view loses its connections, both ways, at once: the state plane alone says
-//!   who is dead.
+//! - A node that leaves the view and does not come back loses its connections, both ways, after a time in which a slow one
+//!   is back. Who is dead, and whose requests are placed again, is said elsewhere: `home/vigil.rs`.
 //! - KV bytes share the endpoint and nothing else: see [`crate::mesh::bulk`].
 //! - The endpoint is driven on the gossip thread, whose socket it shares; connections run where they
 //!   are used.

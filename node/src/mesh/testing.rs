@@ -88,7 +88,8 @@ impl ControlHandler for Echo {
             Ask::Abort { .. }
             | Ask::Release { .. }
             | Ask::Committed { .. }
-            | Ask::CancelMove { .. } => Answer::Done,
+            | Ask::CancelMove { .. }
+            | Ask::Drain => Answer::Done,
             Ask::Propose(_) => Answer::Proposal(ProposalAnswer::Refused(MoveRefusal::NotReady)),
             Ask::Claim { .. } => Answer::Claim(ClaimAnswer::Lost),
             Ask::Move { .. } => Answer::Move(MoveAnswer::Unknown),

@@ -124,6 +124,9 @@ table! {
     REPLAYS = "shoal_replays_total" Counter, ["reason"],
         "Times a request of this node went on elsewhere from its ledger.";
 
+    HOSTS_LOST = "shoal_hosts_lost_total" Counter, ["how"],
+        "Hosts of this node's requests that were found dead: their port closed, back in a new life, or silent.";
+
     MOVES = "shoal_moves_total" Counter, ["reason" "outcome" "cause"],
         "Hand-overs this node began as source, by why, how they ended, and what stopped those that did.";
     ARRIVALS = "shoal_move_arrivals_total" Counter, ["outcome" "cause"],

@@ -19,6 +19,7 @@ fn touched() -> Metrics {
     metrics.offer_received("refuse");
     metrics.retry("silent");
     metrics.replay("host lost");
+    metrics.host_lost("silent");
     metrics.moved("asked", "moved", "none");
     metrics.move_figures(&MoveReport {
         pause_us: 900,

@@ -114,17 +114,18 @@ impl Moves {
 
     /// Room for what exists and for what comes during the copy.
     pub(super) fn room_for(&self, proposal: &Proposal) -> ReserveAsk {
-        let tokens = (proposal.known, proposal.longest);
+        let home = proposal.migration.request.home;
+        let what = (proposal.mode, home, proposal.known);
         let block_size = self.engine.facts().block_size;
-        room_for(proposal.mode, tokens, block_size, &self.settings.limits)
+        room_for(what, proposal.longest, block_size, &self.settings.limits)
     }
 }
 
 /// What a target keeps for a request that is to come: for the tokens that exist, and some that are drawn during the copy, up
 /// to its longest.
 pub(crate) fn room_for(
-    mode: CopyMode,
-    (known, longest): (Tokens, Tokens),
+    (mode, home, known): (CopyMode, NodeId, Tokens),
+    longest: Tokens,
     block_size: BlockSize,
     limits: &SessionLimits,
 ) -> ReserveAsk {
@@ -137,6 +138,9 @@ pub(crate) fn room_for(
         // The engine's own lease is the last resort: the session's is shorter.
         lease: limits.lease + limits.grace,
         at_once: true,
+        waited: Duration::ZERO,
+        resumed: false,
+        home,
     }
 }
 

@@ -1,19 +1,24 @@
 //! The node as its client plane sees it.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use shoal_gossip::{ClusterView, ModelFacts, NodeId, Readiness, RequestId, Timestamp};
 use shoal_migrate::CopyManner;
+use tokio_util::sync::CancellationToken;
 
-use crate::frontend::{ClientAsk, Frontend, HomeError, RequestRow, Running};
+use crate::frontend::{ClientAsk, DrainAnswer, Frontend, HomeError, RequestRow, Running};
 use crate::home::Home;
 use crate::knowledge::Knowledge;
-use crate::mesh::messages::MoveAnswer;
+use crate::links::Links;
+use crate::mesh::messages::{Answer, Ask, MoveAnswer};
 use crate::moves::Moves;
+
+/// How long another node may take to say that it stops.
+const DRAIN_DEADLINE: Duration = Duration::from_secs(5);
 
 /// Joins home and knowledge for the client plane.
 #[derive(Debug)]
@@ -21,23 +26,35 @@ pub(super) struct Front {
     home: Arc<Home>,
     moves: Arc<Moves>,
     knowledge: Arc<Knowledge>,
+    links: Arc<Links>,
     max_view_age: Duration,
     closed: AtomicBool,
+    /// Cancelled when somebody wants this node to stop.
+    drain: CancellationToken,
+    /// The models of the view that was asked for last: every request asks, and a view lives for many.
+    models: Mutex<Option<ModelsOf>>,
 }
+
+/// The models of one view.
+type ModelsOf = (Arc<ClusterView>, Arc<[ModelFacts]>);
 
 impl Front {
     pub(super) fn new(
         home: Arc<Home>,
         moves: Arc<Moves>,
         knowledge: Arc<Knowledge>,
+        (links, drain): (Arc<Links>, CancellationToken),
         max_view_age: Duration,
     ) -> Self {
         Self {
             home,
             moves,
             knowledge,
+            links,
+            drain,
             max_view_age,
             closed: AtomicBool::new(false),
+            models: Mutex::default(),
         }
     }
 
@@ -61,17 +78,17 @@ impl Frontend for Front {
         self.knowledge.view()
     }
 
-    fn models(&self) -> Vec<ModelFacts> {
+    fn models(&self) -> Arc<[ModelFacts]> {
         let view = self.knowledge.view();
-        let mut models: BTreeMap<&str, &ModelFacts> = BTreeMap::new();
-        for model in view.rows().iter().flat_map(|row| &row.facts.models) {
-            let known = models.entry(&model.id).or_insert(model);
-            // Of one name on several nodes, the first that was made stands for all.
-            if model.created < known.created {
-                *known = model;
+        let mut last = self.models.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*last {
+            Some((of, models)) if Arc::ptr_eq(of, &view) => Arc::clone(models),
+            _ => {
+                let models = models_of(&view);
+                *last = Some((view, Arc::clone(&models)));
+                models
             }
         }
-        models.into_values().cloned().collect()
     }
 
     fn accepting(&self) -> bool {
@@ -130,10 +147,37 @@ impl Frontend for Front {
             .await
     }
 
+    async fn drain(&self, node: NodeId) -> DrainAnswer {
+        if node != self.this() && self.view().row(node).is_none() {
+            return DrainAnswer::Unknown;
+        }
+        if node == self.this() {
+            self.drain.cancel();
+            return DrainAnswer::Begun;
+        }
+        match self.links.ask(node, Ask::Drain, DRAIN_DEADLINE).await {
+            Ok(answered) if answered.answer == Answer::Done => DrainAnswer::Begun,
+            Ok(_) | Err(_) => DrainAnswer::Silent,
+        }
+    }
+
     async fn start(&self, ask: ClientAsk) -> Result<Running, HomeError> {
         if !self.accepting() {
             return Err(HomeError::ShuttingDown);
         }
         self.home.start(ask).await
     }
+}
+
+/// Union of the models of all nodes in a view, by name.
+fn models_of(view: &ClusterView) -> Arc<[ModelFacts]> {
+    let mut models: BTreeMap<&str, &ModelFacts> = BTreeMap::new();
+    for model in view.rows().iter().flat_map(|row| &row.facts.models) {
+        let known = models.entry(&model.id).or_insert(model);
+        // Of one name on several nodes, the first that was made stands for all.
+        if model.created < known.created {
+            *known = model;
+        }
+    }
+    models.into_values().cloned().collect()
 }

@@ -56,10 +56,15 @@ async fn serve(config: NodeConfig) -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
+    let asked = node.asked_to_stop();
     let fatal = tokio::select! {
         biased;
         name = either(&mut terminate, &mut interrupt) => {
             info!(signal = name, "stopping; a second signal stops at once");
+            None
+        }
+        () = asked => {
+            info!("stopping, as an operator asked; a signal stops at once");
             None
         }
         reason = node.failed() => Some(reason),

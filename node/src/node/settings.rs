@@ -9,7 +9,7 @@ use shoal_migrate::SessionLimits;
 use crate::api::{ApiConfig, ApiKeys, Tls};
 use crate::config::{KeySource, MeshSettings, NodeConfig};
 use crate::dispatch::{Freeness, PlacementLimits};
-use crate::home::HomeSettings;
+use crate::home::{HomeSettings, ReplayLimits};
 use crate::host::HostSettings;
 use crate::moves::MoveSettings;
 use crate::node::StartError;
@@ -160,7 +160,11 @@ pub(crate) fn home_settings(config: &NodeConfig) -> HomeSettings {
         },
         offer_deadline: dispatch.offer_timeout,
         start_deadline: START_DEADLINE,
-        max_replays: u32::from(dispatch.max_retries),
+        replay: ReplayLimits {
+            losses: u32::from(dispatch.max_replays),
+            patience: dispatch.replay_patience,
+        },
+        grace: dispatch.grace,
         stall_deadline: config.http.stall_timeout,
         retry_after: RETRY_AFTER,
     }

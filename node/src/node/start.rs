@@ -66,9 +66,8 @@ pub(super) async fn start(config: NodeConfig) -> Result<Node, StartError> {
     )?);
     gossip.publish(sides.loads.summary());
 
-    let stop = Stop::default();
-    let front = front(&base, &sides, &planes, &requests, &stop)?;
-    let background = TaskTracker::new();
+    let (stop, background) = (Stop::default(), TaskTracker::new());
+    let front = front(&base, &sides, &planes, (&requests, &background), &stop)?;
     background.spawn(forward_views(gossip.view(), view, stop.closed.clone()));
     let failures = report(&base, &sides, (&gossip, facts), (&background, &stop));
     if base.config.mesh.mdns {
@@ -98,6 +97,7 @@ pub(super) async fn start(config: NodeConfig) -> Result<Node, StartError> {
         control_addr: planes.control.local_addr(),
         stream_addr: planes.stream,
         deadline: base.config.shutdown.deadline,
+        max_view_age: base.config.dispatch.max_view_age,
         engine: base.engine,
         loads: sides.loads,
         knowledge: sides.knowledge,
@@ -171,7 +171,7 @@ fn front(
     base: &Base,
     sides: &Sides,
     planes: &Planes,
-    requests: &TaskTracker,
+    (requests, background): (&TaskTracker, &TaskTracker),
     stop: &Stop,
 ) -> Result<Arc<Front>, StartError> {
     let links = Arc::new(Links::new(
@@ -187,7 +187,7 @@ fn front(
     let home = Arc::new(Home::new(
         HomeParts {
             engine: Arc::clone(&base.engine),
-            links,
+            links: Arc::clone(&links),
             knowledge: Arc::clone(&sides.knowledge),
             metrics: Arc::clone(&sides.metrics),
             rng: rng()?,
@@ -196,11 +196,13 @@ fn front(
         },
         settings::home_settings(&base.config),
     ));
-    sides.host.join(&home, &sides.moves);
+    sides.host.join(&home, &sides.moves, stop.asked.clone());
+    background.spawn(Arc::clone(&home).keep_vigil(stop.closed.clone()));
     Ok(Arc::new(Front::new(
         home,
         Arc::clone(&sides.moves),
         Arc::clone(&sides.knowledge),
+        (links, stop.asked.clone()),
         base.config.dispatch.max_view_age,
     )))
 }

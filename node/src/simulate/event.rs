@@ -80,6 +80,10 @@ pub(super) enum Event {
         request: usize,
         to: usize,
     },
+    /// A request that nobody took has waited.
+    Again {
+        request: usize,
+    },
     /// Home and host of a request have not heard each other for long.
     Silence {
         request: usize,

@@ -5,6 +5,7 @@ use std::time::Duration;
 use shoal_gossip::{Incarnation, Readiness, Timestamp};
 
 use crate::dispatch::Outcome;
+use crate::home::{LOOK_EVERY, Next, Replay};
 use crate::mesh::stream::IDLE_MS;
 use crate::simulate::Scheduling;
 use crate::simulate::event::Event;
@@ -13,9 +14,11 @@ use crate::simulate::gossip::{Cut, DEAD_AFTER};
 use crate::simulate::mesh::Mesh;
 use crate::workload::Arrival;
 
-/// Silence after which the two ends of a token stream give each other up, if gossip has not told them before. A killed
-/// process says nothing; one whose packets do not come through does not either.
+/// Silence after which a host gives up the home of a token stream.
 const IDLE: Duration = Duration::from_millis(IDLE_MS as u64);
+
+/// After this many looks at its port a home knows that a process was killed: the first look sends, two more hear a no.
+const LOOKS: u32 = 3;
 
 impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
     /// Nodes that join later are not there at first.
@@ -56,9 +59,9 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
             }
             if it.home() == node {
                 self.over(request, Some("entry lost"));
-                self.later(request);
+                self.later(request, IDLE);
             } else if it.host == Some(node) {
-                self.later(request);
+                self.later(request, LOOK_EVERY * LOOKS);
             }
         }
     }
@@ -76,10 +79,12 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
             from: self.now,
             until: None,
         });
+        // Who leaves the view, and is not back for the time of grace, is dead. Word of it takes an interval more to most.
+        let silence = self.plan.gossip.interval * (DEAD_AFTER + 1) + self.settings.home.grace;
         for request in 0..self.requests.len() {
             let it = &self.requests[request];
             if !it.is_over() && it.host.is_some_and(|host| !self.reaches(host, it.home())) {
-                self.later(request);
+                self.later(request, silence.min(IDLE));
             }
         }
     }
@@ -102,22 +107,14 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
         }
     }
 
-    /// Both ends of a request's stream look at it again when they have heard nothing for too long.
-    fn later(&mut self, request: usize) {
+    /// Whoever is left of a request's stream looks at it again when it must have noticed that the other is gone.
+    fn later(&mut self, request: usize, after: Duration) {
         let Some(host) = self.requests[request].host else {
             return;
         };
         let life = self.nodes[host].life;
-        // Who leaves the view loses its streams. Word of it takes an interval more to most.
-        let heard = self.plan.gossip.interval * (DEAD_AFTER + 1);
-        let at = self.now
-            + if heard.is_zero() {
-                IDLE
-            } else {
-                heard.min(IDLE)
-            };
         self.agenda.enter(
-            at,
+            self.now + after,
             Event::Silence {
                 request,
                 host,
@@ -149,18 +146,55 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
     /// The home places the request again, with all that its client has. The central schedulers know no such thing.
     fn host_lost(&mut self, request: usize, host: usize) {
         let name = self.nodes[host].id;
+        let limits = self.settings.home.replay;
         let it = &mut self.requests[request];
         it.host = None;
-        it.lost.insert(name);
-        let central = matches!(
+        if matches!(
             self.plan.scheduling,
             Scheduling::Infaas | Scheduling::Llumnix | Scheduling::Flood
-        );
-        if central || it.lost.len() > self.settings.home.max_replays as usize {
+        ) {
             return self.over(request, Some("host lost"));
         }
+        let replay = it
+            .replay
+            .get_or_insert_with(|| Box::new(Replay::new(limits)));
+        let next = replay.host_lost(self.now, name);
         self.counts.replays += 1;
-        self.place(request);
+        self.go_on(request, next);
+    }
+
+    /// Whether a request has lost a host before.
+    pub(super) fn is_resumed(&self, request: usize) -> bool {
+        self.requests[request].replay.is_some()
+    }
+
+    /// Nobody took a request that has lost its host.
+    pub(super) fn nobody(&mut self, request: usize) {
+        self.requests[request].placement = None;
+        if let Some(replay) = &mut self.requests[request].replay {
+            let next = replay.nobody(self.now, &mut self.rng);
+            self.go_on(request, next);
+        }
+    }
+
+    /// It has waited.
+    pub(super) fn again(&mut self, request: usize) {
+        let it = &mut self.requests[request];
+        if it.is_over() {
+            return;
+        }
+        if let Some(replay) = &it.replay {
+            let next = replay.waited();
+            self.go_on(request, next);
+        }
+    }
+
+    fn go_on(&mut self, request: usize, next: Next) {
+        match next {
+            Next::Place(excluded) => self.place(request, excluded),
+            Next::Wait(wait) => self.agenda.enter(self.now + wait, Event::Again { request }),
+            Next::GiveUp => self.over(request, Some("host lost")),
+        }
     }
 
     /// Whether what one node sends now comes to another.

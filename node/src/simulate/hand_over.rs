@@ -220,8 +220,9 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
         let same = self.nodes[to].bytes_per_token == self.nodes[from].bytes_per_token;
         let known = self.requests[request].prompt + Tokens(self.requests[request].drawn);
         let config = self.nodes[to].batcher.config();
-        let limits = self.settings.moves.limits;
-        let ask = room_for(it.mode, (known, config.context), config.block_size, &limits);
+        let what = (it.mode, self.requests[request].id.home, known);
+        let limits = &self.settings.moves.limits;
+        let ask = room_for(what, config.context, config.block_size, limits);
         let busy = self.nodes[to].arriving >= self.settings.moves.slots_in;
         let answer = if !same {
             Err(MoveRefusal::Incompatible("another KV".to_owned()))
@@ -239,7 +240,7 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
         };
         let input = match answer {
             Ok(reservation) => {
-                self.accept(id, reservation, limits);
+                self.accept(id, reservation, *limits);
                 SourceInput::Accepted
             }
             Err(refusal) => SourceInput::Refused(refusal),

@@ -1,6 +1,6 @@
 //! The mesh and its time: nodes, requests and what is going to happen.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use rand::rngs::StdRng;
@@ -251,6 +251,7 @@ impl<'a, A: Iterator<Item = Arrival>> Mesh<'a, A> {
             },
             Event::NoAnswer { request } => self.no_answer(request),
             Event::NoStart { request, to } => self.no_start(request, to),
+            Event::Again { request } => self.again(request),
             Event::Silence {
                 request,
                 host,
@@ -272,7 +273,7 @@ impl<'a, A: Iterator<Item = Arrival>> Mesh<'a, A> {
             return self.over(serial, Some("no entry"));
         }
         if self.plan.scheduling.policy().is_some() {
-            self.place(serial);
+            self.place(serial, BTreeSet::new());
         } else {
             self.place_centrally(serial);
         }

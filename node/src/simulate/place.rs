@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use shoal_gossip::{Blocks, LoadSummary, Tokens};
+use shoal_gossip::{Blocks, LoadSummary, NodeId, Tokens};
 
 use crate::dispatch::{
     Candidate, GiveUp, Need, Outcome, Placement, Pool, Step, better_elsewhere, should_probe,
@@ -21,14 +21,14 @@ use crate::simulate::mesh::{MODEL, Mesh};
 use crate::workload::Arrival;
 
 impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
-    /// Begins to look for a host.
-    pub(super) fn place(&mut self, request: usize) {
+    /// Begins to look for a host that is none of these.
+    pub(super) fn place(&mut self, request: usize, excluded: BTreeSet<NodeId>) {
         let need = Need {
             model: MODEL.to_owned(),
             fit: Fit::Any,
             prompt: self.requests[request].prompt,
             generated: Tokens(self.requests[request].drawn),
-            excluded: self.requests[request].lost.clone(),
+            excluded,
         };
         self.requests[request].placement = Some(Placement::new(need, self.settings.home.placement));
         self.advance(request, Placement::start);
@@ -57,6 +57,9 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
                         reservation,
                     },
                 );
+            }
+            Step::GiveUp(why) if why != GiveUp::NeverFits && self.is_resumed(request) => {
+                self.nobody(request);
             }
             Step::GiveUp(why) => {
                 let kind = match why {
@@ -175,6 +178,9 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
             demand: self.demand(request, at),
             lease,
             at_once: false,
+            waited: self.now.since(self.requests[request].arrived),
+            resumed: self.is_resumed(request),
+            home: self.requests[request].id.home,
         };
         let node = &mut self.nodes[at];
         node.touch();
@@ -232,6 +238,9 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
                 it.arbiter.pass_on(id);
                 it.host = Some(to);
                 it.placement = None;
+                if let Some(replay) = &mut it.replay {
+                    replay.placed();
+                }
                 self.kick(to);
             }
             Err(_) => {

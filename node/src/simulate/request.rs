@@ -1,12 +1,12 @@
 //! One request, from its arrival to its end.
 
-use std::collections::BTreeSet;
 use std::time::Duration;
 
-use shoal_gossip::{Epoch, NodeId, RequestId, Timestamp, Tokens};
+use shoal_gossip::{Epoch, RequestId, Timestamp, Tokens};
 use shoal_migrate::session::Arbiter;
 
 use crate::dispatch::Placement;
+use crate::home::Replay;
 use crate::report::{Outcome, Record};
 use crate::simulate::gossip;
 use crate::workload::Arrival;
@@ -33,9 +33,9 @@ pub(super) struct Request {
     pub(super) arbiter: Arbiter,
     /// While a host is looked for.
     pub(super) placement: Option<Placement>,
-    /// Hosts that were lost under it.
-    pub(super) lost: BTreeSet<NodeId>,
-    arrived: Timestamp,
+    /// Once it has lost a host.
+    pub(super) replay: Option<Box<Replay>>,
+    pub(super) arrived: Timestamp,
     failure: Option<&'static str>,
     pub(super) moves: u32,
     preemptions: u32,
@@ -57,7 +57,7 @@ impl Request {
             placement: None,
             host: None,
             drawn: 0,
-            lost: BTreeSet::new(),
+            replay: None,
             arrived,
             first: None,
             last: arrived,

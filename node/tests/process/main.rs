@@ -2,134 +2,18 @@
 #![expect(
     clippy::expect_used,
     clippy::panic,
+    clippy::unwrap_used,
     reason = "a failure here is a failed test"
 )]
 
+mod losses;
+mod support;
+
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{TcpListener, TcpStream, UdpSocket};
-use std::path::Path;
-use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
-use std::sync::mpsc;
-use std::time::Duration;
+use std::io::{BufRead, BufReader, Read};
+use std::net::{TcpListener, UdpSocket};
 
-/// How long anything may take before a test fails.
-const PATIENCE: Duration = Duration::from_secs(60);
-
-/// A running `shoal node`, ended with the test.
-struct Process {
-    child: Child,
-    lines: mpsc::Receiver<String>,
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        // It may have ended already.
-        drop(self.child.kill());
-        drop(self.child.wait());
-    }
-}
-
-/// `flags` replace the defaults that they name.
-fn command(home: &Path, flags: &[&str]) -> Command {
-    let defaults = [
-        ["--http-port", "0"],
-        ["--mesh-port", "0"],
-        ["--engine", "sim:a10/llama-2-7b"],
-    ];
-    let mut command = Command::new(env!("CARGO_BIN_EXE_shoal"));
-    command.arg("node");
-    for default in defaults
-        .iter()
-        .filter(|default| !flags.contains(&default[0]))
-    {
-        command.args(default);
-    }
-    if !flags.contains(&"llama") && !flags.contains(&"--sim-speed") {
-        command.args(["--sim-speed", "100"]);
-    }
-    command
-        .args(["--model-id", "m", "--data-dir"])
-        .arg(home)
-        .args(flags)
-        .env_clear()
-        .env("NO_COLOR", "1")
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    command
-}
-
-fn start(home: &Path, flags: &[&str]) -> Process {
-    let mut child = command(home, flags).spawn().expect("the binary runs");
-    let (sender, lines) = mpsc::channel();
-    let out = child.stdout.take().expect("a pipe");
-    let err: ChildStderr = child.stderr.take().expect("a pipe");
-    for stream in [Box::new(out) as Box<dyn Read + Send>, Box::new(err)] {
-        let sender = sender.clone();
-        std::thread::spawn(move || {
-            for line in BufReader::new(stream).lines().map_while(Result::ok) {
-                // The test may have ended.
-                drop(sender.send(line));
-            }
-        });
-    }
-    Process { child, lines }
-}
-
-impl Process {
-    /// The first line of its log that holds `text`.
-    fn says(&self, text: &str) -> String {
-        let mut seen = Vec::new();
-        loop {
-            match self.lines.recv_timeout(PATIENCE) {
-                Ok(line) if line.contains(text) => return line,
-                Ok(line) => seen.push(line),
-                Err(_) => panic!("{text:?} was not said; instead: {seen:#?}"),
-            }
-        }
-    }
-
-    /// Where clients ask it, once it serves.
-    fn http(&self) -> String {
-        let line = self.says("serving");
-        let at = line.split("http=").nth(1).expect("an address");
-        at.split_whitespace().next().expect("an address").to_owned()
-    }
-
-    fn signal(&self, name: &str) {
-        let status = Command::new("kill")
-            .args([&format!("-{name}"), &self.child.id().to_string()])
-            .status();
-        assert!(status.expect("kill runs").success());
-    }
-
-    fn ended(&mut self) -> ExitStatus {
-        // Its output ends with it, and unlike the process it can be waited for with a deadline.
-        loop {
-            match self.lines.recv_timeout(PATIENCE) {
-                Ok(_) => {}
-                Err(mpsc::RecvTimeoutError::Disconnected) => break,
-                Err(mpsc::RecvTimeoutError::Timeout) => panic!("the process does not end"),
-            }
-        }
-        self.child.wait().expect("a status")
-    }
-}
-
-fn ask(http: &str, max_tokens: u32) -> TcpStream {
-    let body = format!(
-        r#"{{"model":"m","prompt":"x","max_tokens":{max_tokens},"ignore_eos":true,"stream":true}}"#
-    );
-    let mut stream = TcpStream::connect(http).expect("connected");
-    stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
-    write!(
-        stream,
-        "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
-        body.len()
-    )
-    .expect("sent");
-    stream
-}
+use support::{ask, seed, start};
 
 #[test]
 fn sigterm_lets_streams_finish_and_exits_with_zero() {
@@ -209,15 +93,7 @@ fn two_nodes_with_one_identity_are_told_apart_from_a_restart() {
     drop(first);
     let mut older = start(home.path(), &["--gossip-interval-ms", "100"]);
     let line = older.says("serving");
-    let stream = line
-        .split("stream=")
-        .nth(1)
-        .unwrap()
-        .split_whitespace()
-        .next()
-        .unwrap();
-    let (host, port) = stream.rsplit_once(':').unwrap();
-    let seed = format!("{host}:{}", port.parse::<u16>().unwrap() - 1);
+    let seed = seed(&line);
     let newer = start(
         copy.path(),
         &["--gossip-interval-ms", "100", "--seeds", &seed],

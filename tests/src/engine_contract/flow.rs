@@ -1,8 +1,9 @@
 //! How events flow: order, ends, slow readers, aborts, shortage, shutdown.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use shoal_gossip::{Epoch, Readiness, RequestId};
+use shoal_gossip::{Epoch, NodeId, Readiness, RequestId};
 use shoal_node::engine::work::{Job, SamplingParams};
 use shoal_node::engine::{
     Engine, EngineError, EngineEvent, FinishReason, ReserveAsk, ReserveRefusal,
@@ -258,6 +259,9 @@ pub async fn shutdown_lets_running_jobs_finish_and_takes_no_more<
         demand: shoal_gossip::Blocks(1),
         lease: wait::PATIENCE,
         at_once: false,
+        waited: Duration::ZERO,
+        resumed: false,
+        home: NodeId(1),
     };
     assert_eq!(engine.reserve(ask), Err(ReserveRefusal::NotReady));
     for events in held {

@@ -10,8 +10,9 @@ pub use self::refused::*;
 pub use self::whole::*;
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use shoal_gossip::{Epoch, RequestId, Tokens};
+use shoal_gossip::{Epoch, NodeId, RequestId, Tokens};
 use shoal_migrate::CopyMode;
 use shoal_node::engine::moving::{JobStatus, MoveError, MovingEngine, PausedJob};
 use shoal_node::engine::work::{Job, SamplingParams};
@@ -234,6 +235,9 @@ fn ask(engine: &dyn Engine, job: &Job) -> ReserveAsk {
         demand: demand(engine, job),
         lease: wait::PATIENCE,
         at_once: true,
+        waited: Duration::ZERO,
+        resumed: false,
+        home: NodeId(1),
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use shoal_gossip::Blocks;
+use shoal_gossip::{Blocks, NodeId};
 use shoal_node::engine::{Engine, EngineError, ReservationId, ReserveAsk, ReserveRefusal};
 
 use super::{
@@ -16,6 +16,9 @@ fn ask(demand: Blocks) -> ReserveAsk {
         demand,
         lease: wait::PATIENCE,
         at_once: false,
+        waited: Duration::ZERO,
+        resumed: false,
+        home: NodeId(1),
     }
 }
 
@@ -43,6 +46,9 @@ pub async fn a_promise_ends_in_use_in_release_or_by_lease<M: Fn(Shape) -> Arc<dy
         demand: blocks,
         lease: Duration::from_millis(1),
         at_once: false,
+        waited: Duration::ZERO,
+        resumed: false,
+        home: NodeId(1),
     };
     let expired = engine.reserve(short).expect("room");
     becomes_empty(&*engine).await;

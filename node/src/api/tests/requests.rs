@@ -2,6 +2,8 @@
 
 use serde_json::json;
 
+use shoal_gossip::NodeId;
+
 use super::support::{HOST, MOVABLE, Server, THIS, get, post};
 use crate::api::ApiConfig;
 
@@ -65,4 +67,30 @@ async fn a_wish_that_cannot_be_read_is_told_what_is_wrong_with_it() {
         assert_eq!(server.ask(&post(&path, body)).await.status, 400, "{body}");
     }
     assert_eq!(server.ask(&get(&path)).await.status, 405);
+}
+
+#[tokio::test]
+async fn a_node_is_drained_by_name_or_is_the_one_that_is_asked() {
+    let server = Server::start(ApiConfig::default()).await;
+    let drain = |body: String| post("/mesh/drain", &body);
+    let this = json!({ "node": THIS.to_string(), "draining": true });
+    for body in [
+        String::new(),
+        "{}".into(),
+        json!({ "node": THIS.to_string() }).to_string(),
+    ] {
+        let answer = server.ask(&drain(body)).await;
+        assert_eq!((answer.status, answer.json()), (202, this.clone()));
+    }
+    for (body, status) in [
+        (json!({ "node": HOST.to_string() }).to_string(), 503),
+        (json!({ "node": NodeId(77).to_string() }).to_string(), 400),
+        (r#"{"node":"nobody!"}"#.into(), 400),
+        (r#"{"nod":"x"}"#.into(), 400),
+        ("[".into(), 400),
+    ] {
+        let answer = server.ask(&drain(body.clone())).await;
+        assert_eq!(answer.status, status, "{body}");
+        assert!(answer.json()["error"]["message"].is_string());
+    }
 }

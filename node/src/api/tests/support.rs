@@ -21,7 +21,9 @@ use tokio_util::sync::CancellationToken;
 use crate::api::{ApiConfig, Backend, Shutdown, serve};
 use crate::engine::answer::Wire;
 use crate::engine::{Finish, FinishReason, TokenBatch};
-use crate::frontend::{ClientAsk, Frontend, HomeError, HomeEvent, RequestRow, Running};
+use crate::frontend::{
+    ClientAsk, DrainAnswer, Frontend, HomeError, HomeEvent, RequestRow, Running,
+};
 use crate::mesh::messages::{MoveAnswer, MoveReport};
 use crate::metrics::Metrics;
 
@@ -105,8 +107,8 @@ impl Frontend for Fake {
         Arc::clone(&self.view)
     }
 
-    fn models(&self) -> Vec<ModelFacts> {
-        self.models.lock().unwrap().clone()
+    fn models(&self) -> Arc<[ModelFacts]> {
+        self.models.lock().unwrap().as_slice().into()
     }
 
     fn accepting(&self) -> bool {
@@ -145,6 +147,14 @@ impl Frontend for Fake {
                 stages: 3,
                 tokens: 15,
             }),
+        }
+    }
+
+    async fn drain(&self, node: NodeId) -> DrainAnswer {
+        match node {
+            THIS => DrainAnswer::Begun,
+            HOST => DrainAnswer::Silent,
+            _ => DrainAnswer::Unknown,
         }
     }
 

@@ -226,6 +226,40 @@ pub struct RawDispatch {
     /// Unit: nodes, at most 15. Cost: each may add an offer timeout before the client hears 503.
     #[arg(long, env = "SHOAL_MAX_RETRIES", value_name = "N", default_value_t = 3)]
     pub max_retries: u8,
+
+    /// Hosts that one request may lose before its client gets an error.
+    ///
+    /// Unit: hosts, at most 1000. Cost: a request that ends every engine it meets takes so many with it.
+    #[arg(
+        long,
+        env = "SHOAL_MAX_REPLAYS",
+        value_name = "N",
+        default_value_t = 16
+    )]
+    pub max_replays: u16,
+
+    /// Time for which another host is looked for after one was lost under a request.
+    ///
+    /// Unit: milliseconds. Cost: a client waits so long for an error when no node is left that could go on.
+    #[arg(
+        long,
+        env = "SHOAL_REPLAY_PATIENCE_MS",
+        value_name = "MS",
+        default_value_t = 60_000
+    )]
+    pub replay_patience_ms: u64,
+
+    /// Time for which a host that gossip misses may keep its requests: it may only be slow.
+    ///
+    /// Unit: milliseconds. Cost: requests of a host that lost its power or its network wait that much longer; one that was killed is
+    /// known by its closed port.
+    #[arg(
+        long,
+        env = "SHOAL_GRACE_MS",
+        value_name = "MS",
+        default_value_t = 1_000
+    )]
+    pub grace_ms: u64,
 }
 
 /// Hand-over of running requests.

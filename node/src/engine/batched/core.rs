@@ -37,7 +37,7 @@ mod tests;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use shoal_gossip::{Blocks, Epoch, Readiness, RequestId, Timestamp};
+use shoal_gossip::{Blocks, Epoch, NodeId, Readiness, RequestId, Timestamp};
 
 pub use self::config::{BatchConfig, BatchConfigError, Layout};
 pub use self::hold::{NoRoom, Standing};
@@ -158,14 +158,15 @@ impl Batcher {
         }
         let ticket = self.next();
         let id = ReservationId(ticket);
-        let place = Place::new(Priority::default(), ticket);
+        let place = Place::new(Priority::default(), now.before(ask.waited), ticket);
         let promise = if self.first_waiting().is_none() && self.fits(demand) {
             self.reserved += demand;
             Promise::Aside
         } else if ask.at_once {
             return Err(ReserveRefusal::NoRoomNow);
-        } else if self.queue_room() > 0 {
-            self.waiting.enter(place, Queued::promise(id, demand));
+        } else if self.queue_room(ask.resumed) > 0 && (ask.resumed || self.is_fair(ask.home)) {
+            let queued = Queued::promise(id, demand, ask.home);
+            self.waiting.enter(place, queued);
             Promise::Queued
         } else {
             return Err(ReserveRefusal::QueueFull);
@@ -221,8 +222,8 @@ impl Batcher {
         let promise = spec.reservation.and_then(|id| self.take_reservation(id));
         self.check_spec(&spec, promise.is_some())?;
         let key = SeqKey(self.next());
-        let ticket = promise.map_or(key.0, |promise| promise.place.ticket);
-        let mut sequence = Sequence::new(&spec, ticket);
+        let arrival = promise.map_or((now, key.0), |promise| promise.place.arrival());
+        let mut sequence = Sequence::new(&spec, arrival);
         let demand = sequence.demand(self.config.block_size);
         let fits = match promise.map(|promise| promise.promise) {
             // Its own room was given back above. More than was promised is taken if it is free.
@@ -233,7 +234,7 @@ impl Batcher {
             sequence.phase = Phase::Aside(demand);
             self.reserved += demand;
             self.aside.insert(sequence.place, key);
-        } else if promise.is_some() || self.queue_room() > 0 {
+        } else if promise.is_some() || self.queue_room(false) > 0 {
             let queued = Queued::sequence(key, &sequence, self.config.block_size);
             self.waiting.enter(sequence.place, queued);
         } else {
@@ -350,11 +351,26 @@ impl Batcher {
         })
     }
 
-    /// Places left in the queue. Preempted sequences do not count: they were let in before.
-    fn queue_room(&self) -> u32 {
+    /// Places left in the queue; for one that ran at another node before there are twice as many. Those that were
+    /// preempted here do not count: they were let in before.
+    fn queue_room(&self, resumed: bool) -> u32 {
         let queued = self.waiting.len() - self.waiting.preempted();
         let queued = u32::try_from(queued).unwrap_or(u32::MAX);
-        self.config.queue_limit.saturating_sub(queued)
+        let limit = self.config.queue_limit;
+        let limit = if resumed {
+            limit.saturating_mul(2)
+        } else {
+            limit
+        };
+        limit.saturating_sub(queued)
+    }
+
+    /// Whether a home may have one more place in the queue. Once half of it is taken nobody gets more than an equal share, so
+    /// that a home whose clients flood it does not shut out the others'.
+    fn is_fair(&self, home: NodeId) -> bool {
+        let limit = self.config.queue_limit;
+        let (places, homes) = self.waiting.places_of(home);
+        self.queue_room(false) > limit / 2 || places < (limit / homes).max(1)
     }
 
     fn take_reservation(&mut self, id: ReservationId) -> Option<Reservation> {

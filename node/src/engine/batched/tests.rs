@@ -124,6 +124,9 @@ async fn breaks_with(
         demand: Blocks(1),
         lease: PATIENCE,
         at_once: false,
+        waited: Duration::ZERO,
+        resumed: false,
+        home: NodeId(1),
     };
     assert_eq!(engine.reserve(ask), Err(ReserveRefusal::NotReady));
     let load = engine.load();
@@ -233,6 +236,9 @@ async fn a_job_that_is_refused_uses_up_its_promise() {
         demand: Blocks(4),
         lease: PATIENCE,
         at_once: false,
+        waited: Duration::ZERO,
+        resumed: false,
+        home: NodeId(1),
     };
     let mut bad = job(1);
     bad.reservation = engine.reserve(ask).ok();

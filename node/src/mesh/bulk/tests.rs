@@ -208,7 +208,7 @@ impl KvReceiver for Slow {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_node_that_leaves_the_view_breaks_its_transfers_at_once() {
+async fn a_node_that_leaves_the_view_for_good_breaks_its_transfers() {
     // It leaves the sender's view, and then the receiver's.
     for at_the_sender in [true, false] {
         let slow = Slow::new();
@@ -224,8 +224,8 @@ async fn a_node_that_leaves_the_view_breaks_its_transfers_at_once() {
             true => home.view.send_replace(view(&[home.facts()])),
             false => host.view.send_replace(view(&[host.facts()])),
         };
-        // Sooner than any silence would be noticed.
-        let broken = timeout(Duration::from_secs(2), transfer.delivered()).await;
+        // Sooner than QUIC would notice any silence.
+        let broken = timeout(Duration::from_secs(6), transfer.delivered()).await;
         assert!(matches!(broken, Ok(Err(TransferError::Broken(_)))));
         slow.gate.add_permits(1);
         until("only standing tasks", || {

@@ -1,3 +1,5 @@
+use std::time::Duration;
+
 use proptest::prelude::*;
 use tokio::io::AsyncWriteExt;
 
@@ -46,6 +48,8 @@ fn the_longest_offer_fits_a_control_message() {
             max_output: shoal_gossip::Tokens(u32::MAX),
             priority: crate::engine::work::Priority(i32::MIN),
             hops: 2,
+            waited: Duration::MAX,
+            resumed: true,
             excluded: vec![NodeId(u64::MAX); MAX_EXCLUDED],
         }),
     };

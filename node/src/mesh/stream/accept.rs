@@ -135,8 +135,7 @@ impl Host {
 
     /// Takes streams until the connection ends, the plane stops or the peer leaves the view.
     async fn serve(self, connection: Connection, node: NodeId) {
-        let member = move |members: &Members| members.find(node).is_some();
-        let mut expelled = std::pin::pin!(self.members.clone().until_not(member));
+        let mut expelled = std::pin::pin!(self.members.clone().until_gone(node, None));
         loop {
             let accepted = tokio::select! {
                 biased;
@@ -162,11 +161,10 @@ impl Host {
 
     /// Takes parcels until the connection ends, the plane stops or the peer leaves the view.
     async fn serve_bulk(self, connection: Connection, node: NodeId) {
-        let member = move |members: &Members| members.find(node).is_some();
         tokio::select! {
             biased;
             () = self.stop.cancelled() => connection.close(CODE_CLOSING, b"closing"),
-            () = self.members.clone().until_not(member) => {
+            () = self.members.clone().until_gone(node, None) => {
                 connection.close(CODE_NOT_A_MEMBER, b"not in the mesh");
             }
             () = self.bulk.serve(connection.clone(), node) => {}

@@ -177,12 +177,8 @@ impl Pool {
         let (node, life) = (host.facts.node, host.facts.incarnation);
         // A newer life behind the same address has never heard of this connection, and would leave
         // its streams hanging until they time out.
-        let this_life = |members: &Members| {
-            members
-                .find(node)
-                .is_some_and(|member| member.facts.incarnation <= life)
-        };
-        let mut replaced = std::pin::pin!(self.dialler.members.clone().until_not(this_life));
+        let members = self.dialler.members.clone();
+        let mut replaced = std::pin::pin!(members.until_gone(node, Some(life)));
         let mut looks = interval(LOOK_INTERVAL);
         looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut was_unused = false;

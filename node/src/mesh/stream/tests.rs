@@ -7,6 +7,7 @@ use shoal_gossip::DatagramIo;
 
 use super::*;
 use crate::identity::Identity;
+use crate::mesh::members::FORGIVEN;
 use crate::mesh::messages::{Frame, FrameBody};
 use crate::mesh::testing::{Counter, PATIENCE, empty_view, facts, submission, submit, until, view};
 
@@ -208,6 +209,23 @@ async fn a_host_that_leaves_the_view_or_closes_breaks_its_streams() {
     host.node.abort();
     let broken = async { while !matches!(next(&mut frames).await, Some(Err(_))) {} };
     timeout(PATIENCE, broken).await.expect("the stream breaks");
+}
+
+#[tokio::test]
+async fn a_node_that_is_back_in_the_view_soon_keeps_its_streams() {
+    let (home, host) = pair();
+    let mut frames = home.open(&host, 2_000).await.unwrap();
+    next(&mut frames).await.unwrap().unwrap();
+    for _ in 0..3 {
+        // Slow, not dead: both miss each other for less than is forgiven.
+        home.view.send_replace(view(&[home.facts()]));
+        host.view.send_replace(view(&[host.facts()]));
+        tokio::time::sleep(FORGIVEN / 8).await;
+        introduce(&[&home, &host]);
+    }
+    while let Some(frame) = next(&mut frames).await {
+        frame.unwrap();
+    }
 }
 
 #[tokio::test]

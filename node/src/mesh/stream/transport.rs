@@ -9,17 +9,17 @@ use quinn::{IdleTimeout, ServerConfig, TransportConfig, VarInt};
 use crate::mesh::bulk;
 use crate::mesh::socket::STREAM_MTU;
 
-/// A peer from which nothing comes for this long is lost: its streams fail and their requests are
-/// placed again. As long as the state plane takes to call a silent node dead (about 2 s at defaults), and a
-/// margin for hosts that stall.
+/// A peer from which nothing comes for this long is lost, and its streams fail. As long as a node that gossip misses keeps
+/// its connections ([`FORGIVEN`](crate::mesh::members::FORGIVEN)): requests that can go on elsewhere do so long before, when the
+/// home's vigil says that their host is dead.
 const IDLE: VarInt = VarInt::from_u32(IDLE_MS);
 
 /// [`IDLE`] in milliseconds.
-pub(crate) const IDLE_MS: u32 = 3_000;
+pub(crate) const IDLE_MS: u32 = 10_000;
 
-/// The home sends keep-alives this often, so that two of them may be lost before [`IDLE`] ends. The
+/// The home sends keep-alives this often, so that several of them may be lost before [`IDLE`] ends. The
 /// host need not: its acknowledgements keep both sides awake, and an idle connection costs half.
-pub(in crate::mesh) const KEEP_ALIVE: Duration = Duration::from_millis(900);
+pub(in crate::mesh) const KEEP_ALIVE: Duration = Duration::from_millis(2_500);
 
 /// Bytes that may be sent ahead on one stream. A token frame is 20 to 100 bytes, so this is still
 /// hundreds of tokens; with 20 alternatives it is about 1.3 KB, and 200 of those a second over 100 ms

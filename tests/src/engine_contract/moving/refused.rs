@@ -1,9 +1,10 @@
 //! Moves that do not come to their end.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
-use shoal_gossip::{Blocks, Epoch, Tokens};
+use shoal_gossip::{Blocks, Epoch, NodeId, Tokens};
 use shoal_migrate::{CopyMode, KvRange};
 use shoal_node::engine::moving::{ExportedKv, LastState, MoveError, PausedJob};
 use shoal_node::engine::work::Job;
@@ -260,6 +261,9 @@ pub async fn a_target_without_room_says_so<M: Fn(Shape) -> Arc<dyn Engine>>(make
         demand: target.load().total - target.load().used,
         lease: wait::PATIENCE,
         at_once: true,
+        waited: Duration::ZERO,
+        resumed: false,
+        home: NodeId(1),
     };
     let others = target.reserve(ask).expect("all that is left");
     moving(&*source).unpause(client.request, client.epoch);

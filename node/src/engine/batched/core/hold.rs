@@ -107,8 +107,8 @@ impl Batcher {
         let promise = spec.reservation.and_then(|id| self.take_reservation(id));
         self.check_spec(&spec, promise.is_some())?;
         let key = SeqKey(self.next());
-        let ticket = promise.map_or(key.0, |promise| promise.place.ticket);
-        let mut sequence = Sequence::new(&spec, ticket);
+        let arrival = promise.map_or((now, key.0), |promise| promise.place.arrival());
+        let mut sequence = Sequence::new(&spec, arrival);
         let mut demand = sequence.demand(self.config.block_size);
         let fits = match promise {
             Some(promise) if promise.promise == Promise::Aside => {

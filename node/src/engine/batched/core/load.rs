@@ -31,7 +31,7 @@ impl Batcher {
                 .map_or(Blocks::ZERO, |(_, _, demand)| demand),
             running: u32::try_from(running).unwrap_or(u32::MAX),
             queued,
-            queue_room: self.queue_room(),
+            queue_room: self.queue_room(false),
             prefill_backlog: self.prefill_backlog(),
             step_time_us: u32::try_from(step_time.as_micros()).unwrap_or(u32::MAX),
         }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use proptest::prelude::*;
-use shoal_gossip::{Blocks, Epoch, Timestamp, Tokens};
+use shoal_gossip::{Blocks, Epoch, NodeId, Timestamp, Tokens};
 use shoal_migrate::CopyMode;
 
 use super::tests::{config, spec};
@@ -51,7 +51,11 @@ impl Batcher {
                     promised += 1;
                 }
                 Promise::Queued => {
-                    let queued = Queued::promise(*id, reservation.demand);
+                    let home = self
+                        .waiting
+                        .get(reservation.place)
+                        .map_or(NodeId(0), |queued| queued.home);
+                    let queued = Queued::promise(*id, reservation.demand, home);
                     assert_eq!(self.waiting.get(reservation.place), Some(&queued));
                     waiting.enter(reservation.place, queued);
                 }
@@ -206,6 +210,9 @@ impl Outside {
                     demand: Blocks(demand),
                     lease: Duration::from_millis(lease_ms),
                     at_once: false,
+                    waited: Duration::ZERO,
+                    resumed: false,
+                    home: NodeId(1),
                 };
                 self.promises.extend(self.core.reserve(self.now, ask));
             }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use shoal_gossip::{BlockSize, Blocks, Tokens};
+use shoal_gossip::{BlockSize, Blocks, NodeId, Tokens};
 
 use super::SeqKey;
 use super::sequence::{Place, Sequence};
@@ -21,16 +21,19 @@ pub(super) struct Queued {
     pub(super) waiter: Waiter,
     /// Blocks it needs to start.
     pub(super) demand: Blocks,
+    /// Whose client waits.
+    pub(super) home: NodeId,
     /// Tokens it has to prefill then.
     backlog: Tokens,
     preempted: bool,
 }
 
 impl Queued {
-    pub(super) fn promise(id: ReservationId, demand: Blocks) -> Self {
+    pub(super) fn promise(id: ReservationId, demand: Blocks, home: NodeId) -> Self {
         Self {
             waiter: Waiter::Promise(id),
             demand,
+            home,
             backlog: Tokens::ZERO,
             preempted: false,
         }
@@ -40,6 +43,7 @@ impl Queued {
         Self {
             waiter: Waiter::Sequence(key),
             demand: sequence.demand(block_size),
+            home: sequence.request.home,
             backlog: sequence.backlog(),
             preempted: sequence.preempted,
         }
@@ -53,6 +57,8 @@ pub(super) struct Queue {
     demand: u64,
     backlog: u64,
     preempted: usize,
+    /// Places of each home that has some.
+    homes: BTreeMap<NodeId, u32>,
 }
 
 impl Queue {
@@ -62,6 +68,7 @@ impl Queue {
         self.demand += u64::from(queued.demand.0);
         self.backlog += u64::from(queued.backlog.0);
         self.preempted += usize::from(queued.preempted);
+        *self.homes.entry(queued.home).or_default() += 1;
         self.entries.insert(place, queued);
     }
 
@@ -71,6 +78,21 @@ impl Queue {
             self.demand -= u64::from(queued.demand.0);
             self.backlog -= u64::from(queued.backlog.0);
             self.preempted -= usize::from(queued.preempted);
+            if let Some(places) = self.homes.get_mut(&queued.home) {
+                *places -= 1;
+                if *places == 0 {
+                    self.homes.remove(&queued.home);
+                }
+            }
+        }
+    }
+
+    /// Places that a home has, and how many homes have some, this one counted.
+    pub(super) fn places_of(&self, home: NodeId) -> (u32, u32) {
+        let homes = u32::try_from(self.homes.len()).unwrap_or(u32::MAX);
+        match self.homes.get(&home) {
+            Some(places) => (*places, homes),
+            None => (0, homes.saturating_add(1)),
         }
     }
 

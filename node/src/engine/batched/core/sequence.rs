@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use shoal_gossip::{BlockSize, Blocks, Epoch, RequestId, Tokens};
+use shoal_gossip::{BlockSize, Blocks, Epoch, RequestId, Timestamp, Tokens};
 
 use super::PlanItem;
 use crate::engine::ReservationId;
@@ -32,19 +32,27 @@ pub struct SeqSpec {
     pub reservation: Option<ReservationId>,
 }
 
-/// Order among sequences: rank, then arrival. Smaller is served first and preempted last.
+/// Order among sequences: rank, then the time at which the client asked, then arrival here. Smaller is served first and
+/// preempted last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Place {
     pub(super) rank: Reverse<Priority>,
-    pub(super) ticket: u64,
+    came: Timestamp,
+    ticket: u64,
 }
 
 impl Place {
-    pub(super) fn new(priority: Priority, ticket: u64) -> Self {
+    pub(super) fn new(priority: Priority, came: Timestamp, ticket: u64) -> Self {
         Self {
             rank: Reverse(priority),
+            came,
             ticket,
         }
+    }
+
+    /// All but the rank: when the client asked, and the order of arrival here.
+    pub(super) fn arrival(self) -> (Timestamp, u64) {
+        (self.came, self.ticket)
     }
 }
 
@@ -88,14 +96,14 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    pub(super) fn new(spec: &SeqSpec, ticket: u64) -> Self {
+    pub(super) fn new(spec: &SeqSpec, (came, ticket): (Timestamp, u64)) -> Self {
         Self {
             request: spec.request,
             epoch: spec.epoch,
             prompt_len: spec.prompt_len,
             generated: spec.generated_len,
             max_tokens: spec.max_tokens,
-            place: Place::new(spec.priority, ticket),
+            place: Place::new(spec.priority, came, ticket),
             phase: Phase::Waiting,
             computed: 0,
             paused: false,
@@ -220,6 +228,6 @@ pub(super) enum Promise {
 pub(super) struct Reservation {
     pub(super) place: Place,
     pub(super) demand: Blocks,
-    pub(super) expires: shoal_gossip::Timestamp,
+    pub(super) expires: Timestamp,
     pub(super) promise: Promise,
 }

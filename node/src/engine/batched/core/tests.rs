@@ -7,6 +7,8 @@ use shoal_migrate::CopyMode;
 
 use super::*;
 
+mod order;
+
 pub(super) fn config(total: u32) -> BatchConfig {
     BatchConfig {
         block_size: BlockSize::DEFAULT,
@@ -48,6 +50,9 @@ fn ask(demand: u32) -> ReserveAsk {
         demand: Blocks(demand),
         lease: LEASE,
         at_once: false,
+        waited: Duration::ZERO,
+        resumed: false,
+        home: NodeId(1),
     }
 }
 

@@ -39,6 +39,9 @@ fn ask(demand: u32) -> ReserveAsk {
         demand: Blocks(demand),
         lease: Duration::from_secs(5),
         at_once: false,
+        waited: Duration::ZERO,
+        resumed: false,
+        home: NodeId(1),
     }
 }
 
@@ -126,6 +129,9 @@ fn room_is_promised_once_and_the_queue_is_bounded() {
     assert_eq!(gauge.load(at(2)).free(), Blocks(30));
     let at_once = ReserveAsk {
         at_once: true,
+        waited: Duration::ZERO,
+        resumed: false,
+        home: NodeId(1),
         ..ask(60)
     };
     assert_eq!(
