@@ -8,9 +8,10 @@ use tokio::time::timeout;
 
 use crate::io::{DatagramIo, MAX_DATAGRAM};
 use crate::quantity::{BlockSize, Tokens};
-use crate::summary::{ModelApi, ModelFacts, NodeFacts, Role};
+use crate::summary::{LoadSummary, ModelApi, ModelFacts, NodeFacts, Role};
 use crate::time::{Clock, Timestamp};
 use crate::types::{Incarnation, NodeId};
+use crate::wire::{self, FactsError};
 
 /// Facts of a node whose identity is made up from `identity`, all addresses on loopback.
 pub fn facts(identity: u16, incarnation: u64) -> NodeFacts {
@@ -34,6 +35,25 @@ pub fn facts(identity: u16, incarnation: u64) -> NodeFacts {
             api: ModelApi::Tokens,
         }],
         version: "test".to_owned(),
+    }
+}
+
+/// What a node with these facts and this load writes into its record; for fuzzers.
+///
+/// # Errors
+/// When they do not fit.
+pub fn record(facts: &NodeFacts, load: &LoadSummary) -> Result<[String; 2], FactsError> {
+    Ok([wire::pack_facts(facts)?, wire::pack_load(load)?])
+}
+
+/// Reads text as the values of a node's record, as a stranger's could be; for fuzzers.
+pub fn read_record(text: &str, owner: NodeId) {
+    if let Ok(facts) = wire::unpack_facts(text, owner) {
+        assert_eq!(facts.node, owner, "facts of somebody else");
+    }
+    if let Ok(load) = wire::unpack_load(text) {
+        let again = wire::pack_load(&load).and_then(|packed| wire::unpack_load(&packed));
+        assert!(again.is_ok_and(|again| again == load), "{load:?}");
     }
 }
 

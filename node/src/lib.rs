@@ -7,6 +7,7 @@ pub mod config;
 pub mod dispatch;
 pub mod engine;
 pub mod frontend;
+pub mod fuzz;
 pub mod home;
 pub mod host;
 pub mod identity;

@@ -9,6 +9,7 @@ mod any_node_serves;
 mod bad_input_is_answered;
 mod client_goes_away;
 mod engine_servers;
+mod fuzz;
 mod host_is_lost;
 mod leaving_in_order;
 mod llama_engine;

@@ -9,6 +9,7 @@ pub mod client;
 pub mod cluster;
 pub mod engine_contract;
 pub mod engine_server;
+pub mod fuzz;
 pub mod source_rules;
 pub mod tiny_gguf;
 pub mod wait;

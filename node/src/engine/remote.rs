@@ -15,6 +15,7 @@ mod answer;
 mod chunk;
 mod client;
 mod exchange;
+pub(crate) mod fuzz;
 mod gauge;
 mod identity;
 mod job;
