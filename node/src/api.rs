@@ -58,6 +58,8 @@ pub struct ApiConfig {
     pub keys: Option<ApiKeys>,
     /// Certificate and key; `None` speaks plain HTTP.
     pub tls: Option<Tls>,
+    /// Keys of operators, who may change the mesh and all that clients may. `None`: whoever asks from this host.
+    pub operators: Option<ApiKeys>,
     /// Look like a vLLM server to routers: its names for some gauges, and `vllm` as the models' owner.
     pub vllm_names: bool,
     /// Longest request body in bytes; beyond it 413. `max_requests` times this is the memory that
@@ -87,6 +89,7 @@ impl Default for ApiConfig {
         Self {
             keys: None,
             tls: None,
+            operators: None,
             vllm_names: true,
             max_body: 4 * 1024 * 1024,
             max_requests: 1024,
@@ -198,6 +201,11 @@ mod route {
                 Some(_) | None => "other",
             }
         })
+    }
+
+    /// Routes that change the mesh.
+    pub(super) fn is_for_operators(path: &str) -> bool {
+        matches!(label(path), DRAIN | MIGRATE)
     }
 
     /// Routes that need no key: they tell nothing but whether the node is well.

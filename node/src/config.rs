@@ -74,6 +74,8 @@ pub struct HttpSettings {
     pub listen: SocketAddr,
     /// File with one API key per line; `None` lets everyone in.
     pub api_key_file: Option<PathBuf>,
+    /// File with one operator's key per line; `None` lets those operate who ask from this host.
+    pub operator_key_file: Option<PathBuf>,
     /// Certificate and key for HTTPS; `None` speaks plain HTTP.
     pub tls: Option<TlsFiles>,
     /// Look like a vLLM server to routers.

@@ -37,6 +37,7 @@ pub fn config(data_dir: &Path) -> NodeConfig {
         http: HttpSettings {
             listen: loopback,
             api_key_file: None,
+            operator_key_file: None,
             tls: None,
             vllm_names: true,
             max_body_bytes: 1 << 20,

@@ -12,6 +12,7 @@ use sha2::{Digest, Sha256};
 use subtle::{Choice, ConstantTimeEq};
 
 use crate::api::error::{ApiError, ErrorKind};
+use crate::api::server::Peer;
 use crate::api::{Api, route};
 
 /// The keys that let clients in. Only their digests are kept.
@@ -93,18 +94,33 @@ pub(super) async fn require_key(
     request: Request,
     next: Next,
 ) -> Response {
-    let Some(keys) = &api.config.keys else {
-        return next.run(request).await;
+    let path = request.uri().path();
+    let (clients, operators) = (api.config.keys.as_ref(), api.config.operators.as_ref());
+    let keys = match route::is_for_operators(path) {
+        true if operators.is_some() => [operators, None],
+        true if !is_local(&request) => {
+            let message = "this changes the mesh: ask from the node's own host, or with a key of --operator-key-file";
+            return ApiError::new(ErrorKind::Forbidden, message.to_owned()).into_response();
+        }
+        true | false => [clients, clients.and(operators)],
     };
-    if route::is_open(request.uri().path()) {
+    if route::is_open(path) || keys.iter().all(Option::is_none) {
         return next.run(request).await;
     }
     let message = match key_of(request.headers()) {
-        Some(key) if keys.admits(key) => return next.run(request).await,
+        Some(key) if keys.iter().flatten().any(|keys| keys.admits(key)) => {
+            return next.run(request).await;
+        }
         Some(_) => "the API key is wrong",
         None => "an API key is needed: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
     };
     ApiError::new(ErrorKind::Unauthorized, message.to_owned()).into_response()
+}
+
+/// Whether a request comes from this host.
+fn is_local(request: &Request) -> bool {
+    let peer = request.extensions().get::<Peer>();
+    peer.is_some_and(|Peer(peer)| peer.to_canonical().is_loopback())
 }
 
 #[cfg(test)]

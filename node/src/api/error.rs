@@ -22,6 +22,7 @@ const RETRY_SOON: Duration = Duration::from_secs(1);
 pub(super) enum ErrorKind {
     BadRequest,
     Unauthorized,
+    Forbidden,
     UnknownPath,
     UnknownModel,
     UnknownRequest,
@@ -40,6 +41,7 @@ impl ErrorKind {
         match self {
             Self::BadRequest => StatusCode::BAD_REQUEST,
             Self::Unauthorized => StatusCode::UNAUTHORIZED,
+            Self::Forbidden => StatusCode::FORBIDDEN,
             Self::UnknownPath | Self::UnknownModel | Self::UnknownRequest => StatusCode::NOT_FOUND,
             Self::Conflict => StatusCode::CONFLICT,
             Self::WrongMethod => StatusCode::METHOD_NOT_ALLOWED,
@@ -55,6 +57,7 @@ impl ErrorKind {
         match self {
             Self::BadRequest
             | Self::Unauthorized
+            | Self::Forbidden
             | Self::UnknownPath
             | Self::UnknownModel
             | Self::UnknownRequest
@@ -72,6 +75,7 @@ impl ErrorKind {
         match self {
             Self::BadRequest => None,
             Self::Unauthorized => Some("invalid_api_key"),
+            Self::Forbidden => Some("forbidden"),
             Self::UnknownPath => Some("unknown_path"),
             Self::UnknownModel => Some("model_not_found"),
             Self::UnknownRequest => Some("request_not_found"),
@@ -128,6 +132,7 @@ impl ApiError {
             | ErrorKind::Lost => Some(RETRY_SOON),
             ErrorKind::BadRequest
             | ErrorKind::Unauthorized
+            | ErrorKind::Forbidden
             | ErrorKind::UnknownPath
             | ErrorKind::UnknownModel
             | ErrorKind::UnknownRequest

@@ -3,7 +3,7 @@
 mod activity;
 
 use std::convert::Infallible;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -69,6 +69,10 @@ pub struct Shutdown {
     /// for streams to finish is over.
     pub cut: CancellationToken,
 }
+
+/// Who sent a request.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Peer(pub(super) IpAddr);
 
 /// Closes the connection a request came in on.
 #[derive(Clone, Debug)]
@@ -224,27 +228,27 @@ impl Shared {
         let shared = Arc::clone(self);
         into.spawn(async move {
             let _place = place;
-            if let Err(error) = shared.connection(socket).await {
+            if let Err(error) = shared.connection(socket, peer.ip()).await {
                 tracing::debug!(%peer, error, "a connection ended early");
             }
         });
     }
 
-    async fn connection(&self, socket: TcpStream) -> Result<(), Ended> {
+    async fn connection(&self, socket: TcpStream, peer: IpAddr) -> Result<(), Ended> {
         // Without it, each token of a stream may wait for the acknowledgement of the one before.
         socket.set_nodelay(true)?;
         match &self.tls {
-            None => self.http(socket).await,
+            None => self.http(socket, peer).await,
             Some(tls) => {
                 let socket = timeout(self.header_timeout, tls.accept(socket))
                     .await
                     .map_err(|_| "the TLS handshake took too long")??;
-                self.http(socket).await
+                self.http(socket, peer).await
             }
         }
     }
 
-    async fn http<S>(&self, socket: S) -> Result<(), Ended>
+    async fn http<S>(&self, socket: S, peer: IpAddr) -> Result<(), Ended>
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
@@ -256,6 +260,7 @@ impl Shared {
             let guard = activity.begin();
             let mut request: Request = request.map(Body::new);
             request.extensions_mut().insert(closer.clone());
+            request.extensions_mut().insert(Peer(peer));
             let answer = self.router.clone().oneshot(request);
             async move {
                 let answer = answer.await?;

@@ -269,7 +269,7 @@ where
             .await
             .map_err(|_| not_a_node())?;
         let status = response.status();
-        if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
+        if status == StatusCode::UNAUTHORIZED {
             return Err(FetchError::Unauthorized {
                 url: url.to_owned(),
             });

@@ -228,6 +228,7 @@ fn http(raw: RawHttp, listen: std::net::IpAddr) -> Result<HttpSettings, ConfigEr
     Ok(HttpSettings {
         listen: (listen, raw.http_port).into(),
         api_key_file: raw.api_key_file,
+        operator_key_file: raw.operator_key_file,
         tls,
         vllm_names: raw.vllm_names,
         max_body_bytes: usize::try_from(max_body).unwrap_or(usize::MAX),

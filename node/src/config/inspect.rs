@@ -48,8 +48,13 @@ pub fn inspect(config: &NodeConfig) -> Vec<String> {
         }
         EngineKind::Sim(_) => {}
     }
-    if let Some(path) = &config.http.api_key_file {
-        api_keys(path, &mut problems);
+    for (flag, path) in [
+        ("--api-key-file", &config.http.api_key_file),
+        ("--operator-key-file", &config.http.operator_key_file),
+    ] {
+        if let Some(path) = path {
+            api_keys(flag, path, &mut problems);
+        }
     }
     if let Some(tls) = &config.http.tls {
         let chain = CertificateDer::pem_file_iter(&tls.cert)
@@ -122,15 +127,15 @@ fn key_file(flag: &str, path: &Path, problems: &mut Vec<String>) {
     }
 }
 
-fn api_keys(path: &Path, problems: &mut Vec<String>) {
+fn api_keys(flag: &str, path: &Path, problems: &mut Vec<String>) {
     match small_text(path) {
         Ok(text) if text.lines().any(|line| !line.trim().is_empty()) => {}
         Ok(_) => problems.push(said(
-            "--api-key-file",
+            flag,
             path,
             "it names no key, so nobody could get in; put one key on each line",
         )),
-        Err(error) => problems.push(said("--api-key-file", path, error)),
+        Err(error) => problems.push(said(flag, path, error)),
     }
 }
 

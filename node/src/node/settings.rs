@@ -1,6 +1,6 @@
 //! From the configuration's words to those of each part; reads the files that it names.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use shoal_gossip::{ClusterKey, KeyRing, Seed, SeedList, Tokens};
@@ -70,12 +70,14 @@ pub(crate) fn api_config(config: &NodeConfig) -> Result<ApiConfig, StartError> {
         })
     };
     let http = &config.http;
-    let keys = match &http.api_key_file {
-        None => None,
+    let keys = |path: &Option<PathBuf>, what: &str| match path {
+        None => Ok(None),
         Some(path) => {
-            let text = String::from_utf8_lossy(&read(path, "API key file")?).into_owned();
+            let text = String::from_utf8_lossy(&read(path, what)?).into_owned();
             let keys = ApiKeys::parse(&text);
-            Some(keys.map_err(|error| StartError::File(format!("{}: {error}", path.display())))?)
+            let keys =
+                keys.map_err(|error| StartError::File(format!("{}: {error}", path.display())));
+            keys.map(Some)
         }
     };
     let tls = match &http.tls {
@@ -90,7 +92,8 @@ pub(crate) fn api_config(config: &NodeConfig) -> Result<ApiConfig, StartError> {
         }
     };
     Ok(ApiConfig {
-        keys,
+        keys: keys(&http.api_key_file, "API key file")?,
+        operators: keys(&http.operator_key_file, "operator key file")?,
         tls,
         vllm_names: http.vllm_names,
         max_body: http.max_body_bytes,

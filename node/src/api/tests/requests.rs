@@ -5,7 +5,7 @@ use serde_json::json;
 use shoal_gossip::NodeId;
 
 use super::support::{HOST, MOVABLE, Server, THIS, get, post};
-use crate::api::ApiConfig;
+use crate::api::{ApiConfig, ApiKeys};
 
 fn migrate(id: &str, to: &str) -> String {
     let body = json!({ "to": to }).to_string();
@@ -93,4 +93,34 @@ async fn a_node_is_drained_by_name_or_is_the_one_that_is_asked() {
         assert_eq!(answer.status, status, "{body}");
         assert!(answer.json()["error"]["message"].is_string());
     }
+}
+
+#[tokio::test]
+async fn operators_have_keys_of_their_own_that_do_what_clients_may_as_well() {
+    let config = ApiConfig {
+        keys: Some(ApiKeys::parse("client").unwrap()),
+        operators: Some(ApiKeys::parse("operator").unwrap()),
+        ..ApiConfig::default()
+    };
+    let server = Server::start(config).await;
+    let with = |request: String, key: &str| {
+        request.replace(
+            "host: x",
+            &format!("host: x\r\nauthorization: Bearer {key}"),
+        )
+    };
+    let moved = || migrate(&MOVABLE.to_string(), &THIS.to_string());
+    for (request, key, status) in [
+        (post("/mesh/drain", ""), "client", 401),
+        (moved(), "client", 401),
+        (post("/mesh/drain", ""), "operator", 202),
+        (moved(), "operator", 200),
+        (get("/mesh/requests"), "client", 200),
+        (get("/mesh/requests"), "operator", 200),
+        (get("/mesh/requests"), "nobody", 401),
+    ] {
+        let answer = server.ask(&with(request.clone(), key)).await;
+        assert_eq!(answer.status, status, "{key}: {request}");
+    }
+    assert_eq!(server.ask(&post("/mesh/drain", "")).await.status, 401);
 }

@@ -346,6 +346,13 @@ pub struct RawHttp {
     #[arg(long, env = "SHOAL_API_KEY_FILE", value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
 
+    /// File with the keys of operators, one a line: who drains nodes or moves requests must send one [default: none, whoever asks from
+    /// the node's own host].
+    ///
+    /// Unit: path. Cost: none; name one where clients reach the node through a proxy on its host.
+    #[arg(long, env = "SHOAL_OPERATOR_KEY_FILE", value_name = "FILE")]
+    pub operator_key_file: Option<PathBuf>,
+
     /// Certificate chain in PEM, for HTTPS; goes with --tls-key [default: none, plain HTTP].
     ///
     /// Unit: path. Cost: a handshake for each new connection.
