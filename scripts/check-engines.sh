@@ -25,11 +25,7 @@ MODEL="$("$ROOT/scripts/fetch-model.sh")"
 case "$MANNER" in
     prepare) exit 0 ;;
     release) build_release ;;
-    dev)
-        SHOAL="${CARGO_TARGET_DIR:-$ROOT/target}/debug/shoal"
-        export CHECK_PATIENCE=10
-        [[ -x "$SHOAL" ]] || die "there is no $SHOAL: scripts/test.sh builds it"
-        ;;
+    dev) dev_binary ;;
 esac
 
 say "Checking"

@@ -140,6 +140,13 @@ build_release() {
     [[ -x "$SHOAL" ]] || die "cargo built no $SHOAL"
 }
 
+# The binary that the tests are run with, which scripts/test.sh has built; and time for a machine that others use as well.
+dev_binary() {
+    SHOAL="${CARGO_TARGET_DIR:-$ROOT/target}/debug/shoal"
+    export CHECK_PATIENCE=10
+    [[ -x "$SHOAL" ]] || die "there is no $SHOAL: scripts/test.sh builds it"
+}
+
 # free_ports N: prints N lines "HTTP MESH" of ports that nobody uses now; MESH + 1 is free as well.
 free_ports() {
     "$PYTHON" - "$1" <<'PYTHON'

@@ -1,6 +1,7 @@
 """Starting, watching, killing and stopping nodes on this machine, and loading them; for the check scripts."""
 
 import asyncio
+import http.client
 import json
 import os
 import shutil
@@ -18,6 +19,8 @@ from pathlib import Path
 STOP_WITHIN = 15
 # Seconds between two looks. The node's answer is a lookup, so looking often costs it nothing.
 LOOK_EVERY = 0.1
+# For clients and between nodes, where a node has its address for itself: the defaults.
+PORTS = (8080, 7400)
 
 
 class Failure(Exception):
@@ -25,15 +28,19 @@ class Failure(Exception):
 
 
 class Node:
-    """One node process and where it is found."""
+    """One node process and where it is found: at this machine's loopback, or at a place with an address and words that put a
+    command there (netns.py)."""
 
-    def __init__(self, name, folder, http, mesh, seeds):
+    def __init__(self, name, folder, http, mesh, seeds, place=None):
         self.name = name
         self.folder = folder
         self.http = http
         self.mesh = mesh
         self.seeds = seeds
-        self.url = f"http://127.0.0.1:{http}"
+        self.place = place
+        self.address = place.address if place else "127.0.0.1"
+        self.inside = place.inside if place else []
+        self.url = f"http://{self.address}:{http}"
         self.log = folder / "log"
         self.id = None
         self.process = None
@@ -90,23 +97,25 @@ class Nodes:
     def name_of(self, id):
         return next((node.name for node in self.nodes if node.id == id), str(id))
 
-    def start(self, name, seeds, ports=None):
-        http, mesh = ports or free_ports(1)[0]
+    def start(self, name, seeds, ports=None, place=None):
+        http, mesh = ports or (free_ports(1)[0] if place is None else PORTS)
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
-        node = Node(name, folder, http, mesh, seeds)
+        node = Node(name, folder, http, mesh, seeds, place)
         self.nodes.append(node)
         self.restart(node)
         return node
 
-    def start_mesh(self, count, options=None, seeds=None):
+    def start_mesh(self, count, options=None, seeds=None, places=None):
         """Starts so many nodes that join through the first `seeds` of them, through any if it is not said."""
         if options is not None:
             self.options = options
-        ports = free_ports(count)
-        seeds = [f"127.0.0.1:{mesh}" for _, mesh in ports[:seeds]]
-        for number, pair in enumerate(ports, 1):
-            self.start(f"node{number}", seeds, pair)
+        ports = [PORTS] * count if places else free_ports(count)
+        places = places or [None] * count
+        addresses = [place.address if place else "127.0.0.1" for place in places]
+        seeds = [f"{address}:{mesh}" for address, (_, mesh) in zip(addresses, ports)][:seeds]
+        for number, (pair, place) in enumerate(zip(ports, places), 1):
+            self.start(f"node{number}", seeds, pair, place)
 
     def engine(self, node):
         """Flags that say what runs the model at this node."""
@@ -115,8 +124,8 @@ class Nodes:
 
     def restart(self, node):
         command = [
-            self.binary, "node", "--data-dir", str(node.folder / "data"), "--http-port", str(node.http),
-            "--mesh-port", str(node.mesh), "--cluster", "check", "--cluster-key-file", str(self.key),
+            *node.inside, self.binary, "node", "--data-dir", str(node.folder / "data"), "--listen", node.address,
+            "--http-port", str(node.http), "--mesh-port", str(node.mesh), "--cluster", "check", "--cluster-key-file", str(self.key),
             *self.engine(node), *self.options,
         ]
         if node.seeds:
@@ -156,6 +165,20 @@ class Nodes:
                     return json.load(answer)
             except (OSError, ValueError):
                 return None
+
+        return await asyncio.to_thread(fetch)
+
+    async def counters(self, node):
+        """The node's metrics, series by series as written; None while it does not answer."""
+
+        def fetch():
+            try:
+                with urllib.request.urlopen(f"{node.url}/metrics", timeout=2) as answer:
+                    lines = answer.read().decode().splitlines()
+            except (OSError, http.client.HTTPException):
+                return None
+            samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+            return {series: float(value) for series, _, value in samples if series}
 
         return await asyncio.to_thread(fetch)
 
@@ -234,6 +257,12 @@ class Nodes:
 
         await self.until(f"{node.name} runs {count} requests", within, time.monotonic(), condition)
         return running
+
+
+def counted(counters, name, *labels):
+    """Sum of the series of this name that have all these labels, each as `reason="placed"`."""
+    named = ((series, value) for series, value in counters.items() if series.partition("{")[0] == name)
+    return sum(value for series, value in named if all(label in series for label in labels))
 
 
 class SimulatedNodes(Nodes):

@@ -97,6 +97,10 @@ if ! $QUICK; then
     fi
 fi
 
+if ! $QUICK; then
+    step "chaos" bash "$ROOT/scripts/chaos.sh" --dev --loopback --seconds 30 --seed 1
+fi
+
 say "Totals after $SECONDS s"
 if ((${#BROKEN[@]})); then note "broken steps: ${BROKEN[*]}"; fi
 printf '%d passed, %d failed, %d skipped\n' "$PASSED" "$FAILED" "$SKIPPED"

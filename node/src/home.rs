@@ -35,7 +35,7 @@ pub(crate) use crate::home::vigil::LOOK_EVERY;
 use crate::frontend::{ClientAsk, HomeError, Running};
 use crate::home::desk::Desk;
 use crate::home::follow::Follower;
-use crate::home::vigil::Vigil;
+use crate::home::vigil::{Vigil, Watchman};
 use crate::knowledge::Knowledge;
 use crate::ledger::{Ledger, Verdict};
 use crate::links::Links;
@@ -180,10 +180,15 @@ impl Home {
 
     /// Looks after the hosts of this home's requests until `stop`; without it only their streams tell of their end.
     pub async fn keep_vigil(self: Arc<Self>, stop: CancellationToken) {
-        let (vigil, knowledge) = (Arc::clone(&self.vigil), Arc::clone(&self.knowledge));
-        let (metrics, grace) = (Arc::clone(&self.metrics), self.settings.grace);
+        let watchman = Watchman {
+            vigil: Arc::clone(&self.vigil),
+            knowledge: Arc::clone(&self.knowledge),
+            links: Arc::clone(&self.links),
+            metrics: Arc::clone(&self.metrics),
+            grace: self.settings.grace,
+        };
         drop(self);
-        vigil::keep_vigil(vigil, knowledge, metrics, grace, stop).await;
+        watchman.run(stop).await;
     }
 
     /// Judges a node's claim to run one of this home's requests from now on. Unknown requests are over.

@@ -1,8 +1,7 @@
 //! What the fuzzers run, each fed with bytes of any kind: decoders of all planes, and the cores of ledger and hand-over,
 //! for which the bytes are what happens to them.
 //!
-//! `scripts/fuzz.sh` runs them for as long as one likes, guided by coverage (`tests/fuzz/`); the tests run each over the
-//! corpus and some thousand mutations of it.
+//! The tests run each over the corpus (`tests/fuzz/corpus`) and fifty thousand mutations of it; `SHOAL_FUZZ=n` makes as many.
 
 mod cores;
 

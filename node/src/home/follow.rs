@@ -145,7 +145,10 @@ impl Follower {
                 }
                 frame = self.placed.frames.next(), if !waits => {
                     let verdict = match frame {
-                        Some(Ok(frame)) => self.request.accept(frame),
+                        Some(Ok(frame)) => {
+                            self.placed.guard.heard(self.home.knowledge.now());
+                            self.request.accept(frame)
+                        }
                         Some(Err(error)) => return End::HostLost(error.to_string()),
                         None => return End::HostLost("the stream ended without an end".into()),
                     };

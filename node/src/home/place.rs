@@ -201,7 +201,7 @@ impl Home {
             let first = frames.next().await.transpose()?;
             Ok((frames, first.ok_or(OpenError::Ended)?.body))
         };
-        let mut guard = self.vigil.over(to);
+        let mut guard = self.vigil.over(to, self.knowledge.now());
         let (frames, first) = tokio::select! {
             biased;
             started = timeout(self.settings.start_deadline, start) => {

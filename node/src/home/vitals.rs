@@ -14,10 +14,13 @@ use shoal_gossip::{Incarnation, NodeId, Timestamp};
 /// Looks in a row at which a port must be closed. One answer may be late news of an earlier process.
 const REFUSALS: u32 = 2;
 
+/// Silence towards this node alone that counts as gossip's silence does: as long as gossip's detector takes at defaults.
+const UNHEARD: Duration = Duration::from_secs(2);
+
 /// Why a host is dead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Death {
-    /// Gossip has not heard of it, and did not for the time of grace after that.
+    /// Gossip has not heard of it, and did not for the time of grace after that; or it is heard of, and not by this node.
     Silent,
     /// Its port is closed.
     PortClosed,
@@ -51,6 +54,8 @@ pub(super) struct Sight {
     pub(super) life: Option<Incarnation>,
     /// The kernel there said that nobody listens.
     pub(super) refused: bool,
+    /// How long nothing has come from it to this node, neither a frame nor an answer: gossip goes round by others.
+    pub(super) unheard: Duration,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -122,6 +127,9 @@ impl Host {
                 }
             }
         }
+        if sight.unheard >= UNHEARD + grace {
+            return Some(Death::Silent);
+        }
         (self.refusals >= REFUSALS).then_some(Death::PortClosed)
     }
 }
@@ -141,6 +149,7 @@ mod tests {
         let sight = Sight {
             life: life.map(Incarnation),
             refused,
+            unheard: Duration::ZERO,
         };
         let dead = vitals.look(at(millis), &BTreeMap::from([(NODE, sight)]));
         assert!(dead.iter().all(|(node, _)| *node == NODE) && dead.len() < 2);
@@ -188,6 +197,21 @@ mod tests {
         // News of an old life that comes late is no new life.
         assert_eq!(sees(&mut vitals, 600, Some(1), false), None);
         assert_eq!(sees(&mut vitals, 800, Some(2), false), None);
+    }
+
+    #[test]
+    fn a_host_that_all_but_this_node_hear_is_dead_to_it() {
+        let mut vitals = Vitals::new(GRACE);
+        let mut unheard = |millis| {
+            let sight = Sight {
+                life: Some(Incarnation(1)),
+                refused: false,
+                unheard: Duration::from_millis(millis),
+            };
+            vitals.look(at(millis), &BTreeMap::from([(NODE, sight)]))
+        };
+        assert_eq!(unheard(2_900), []);
+        assert_eq!(unheard(3_000), [(NODE, Death::Silent)]);
     }
 
     #[test]
