@@ -81,6 +81,7 @@ async def quic_rows(mesh, options):
 
 async def alone_rows(mesh):
     await mesh.row("API: no key, wrong keys", stranger_alone.api_keys(mesh))
+    await mesh.row("API: clients that would operate", stranger_alone.operators(mesh))
     await mesh.row("API: a web page of somebody else", stranger_alone.web_page(mesh))
     await mesh.row("more connections than files", stranger_alone.few_files(mesh))
 

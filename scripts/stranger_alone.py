@@ -8,9 +8,9 @@ import contextlib
 
 from process_usage import usage
 from stranger_http import HEADER_TIMEOUT, SLACK, get, post, served_again, talk, with_prompt
-from stranger_mesh import MODEL, Seen
+from stranger_mesh import MODEL, Place, Seen, own_address
 
-KEY = "sk-of-a-guest"
+KEY, OPERATOR = "sk-of-a-guest", "op-of-a-guest"
 # Paths that clients without a key may ask: they tell whether the node is well.
 OPEN = ["/health", "/liveness", "/readiness", "/ping"]
 GUARDED = [
@@ -77,6 +77,52 @@ async def api_keys(mesh):
                 f"{early} of {len(halves)} half requests 401 before their body; health open; with the key 200", faults)
 
 
+async def operators(mesh):
+    """A node with keys for clients and for operators: who may change the mesh."""
+    nodes = mesh.nodes
+    files = {name: nodes.folder / f"{name}.keys" for name in ("client", "operator")}
+    files["client"].write_text(f"{KEY}\n")
+    files["operator"].write_text(f"{OPERATOR}\n")
+    flags = ["--api-key-file", str(files["client"]), "--operator-key-file", str(files["operator"])]
+    node = nodes.alone("operated", "--model-id", MODEL, *flags)
+    no_key, client, operator = (), (f"x-api-key: {KEY}",), (f"x-api-key: {OPERATOR}",)
+    cases = [
+        ("POST", "/mesh/drain", no_key, 401), ("POST", "/mesh/drain", client, 401), ("POST", "/mesh/drain?x", client, 401),
+        ("POST", "/mesh/requests/1-1/migrate", client, 401), ("GET", "/mesh/nodes", client, 200), ("GET", "/mesh/nodes", operator, 200),
+        ("GET", "/metrics", no_key, 401), ("POST", "/mesh/requests/1-1/migrate", operator, 400),
+    ]
+    told, faults = [], []
+    try:
+        await nodes.started(node)
+        for method, path, headers, status in cases:
+            one = await talk(node.http, ask(method, path, headers))
+            who = {no_key: "no key", client: "a client's", operator: "an operator's"}[headers]
+            told.append(f"{path} with {who} {one}")
+            if one.statuses != [status]:
+                faults.append(f"{method} {path} with {who}: {one} instead of {status}")
+        if not await nodes.is_ready(node):
+            faults.append("the node is not ready any more")
+    finally:
+        await nodes.end(node)
+    far = await from_elsewhere(mesh)
+    return Seen("; ".join([*told, far.observed]), faults + far.faults)
+
+
+async def from_elsewhere(mesh):
+    """A node without any API keys, asked to stop from another address than its own host's loopback."""
+    nodes, address = mesh.nodes, own_address()
+    if address is None:
+        return Seen("from another host: not tried, there is no network", [])
+    node = nodes.alone("reachable", "--model-id", MODEL, "--cluster-key-file", str(nodes.key), place=Place(address))
+    try:
+        await nodes.started(node)
+        one = await talk(node.http, ask("POST", "/mesh/drain"), host=address)
+        faults = [] if one.statuses == [403] and await nodes.is_ready(node) else [f"a drain from another address without keys: {one}"]
+    finally:
+        await nodes.end(node)
+    return Seen(f"a drain from another address without keys {one}", faults)
+
+
 async def web_page(mesh):
     """What a web page of somebody else can make a browser send to a node without API keys on its user's machine."""
     nodes = mesh.nodes
@@ -89,7 +135,6 @@ async def web_page(mesh):
         # A page may send bytes without saying what they are.
         ("a completion without a type", post(with_prompt("x"), *page)),
         ("/generate as text", post(b'{"prompt":"x"}', text, *page, path="/generate")),
-        ("a move as text", post(b'{"to":"1"}', text, *page, path="/mesh/requests/1-1/migrate")),
         ("a drain as text", post(b"{}", text, *page, path="/mesh/drain")),
         ("a drain as a form", post(b"", form, *page, path="/mesh/drain")),
         ("a drain without a body", post(b"", *page, path="/mesh/drain")),
@@ -97,7 +142,10 @@ async def web_page(mesh):
     told, faults = [], []
     try:
         await nodes.started(node)
-        for name, data in cases:
+        # A request that nobody knows: 404 would mean that it was looked for.
+        this = (await nodes.view(node))["this"]
+        move = post(b'{"to":"%b"}' % this.encode(), text, *page, path=f"/mesh/requests/{this}-{1:016x}/migrate")
+        for name, data in [("a move as text", move), *cases]:
             try:
                 one = await talk(node.http, data)
             except OSError as error:

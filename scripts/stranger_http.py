@@ -46,10 +46,10 @@ class Talk(NamedTuple):
         return f"{'/'.join(map(str, self.statuses)) or 'no answer'}{'' if self.closed else ', kept open'}"
 
 
-async def talk(port, data, within=15.0, linger=KEPT_AFTER):
+async def talk(port, data, within=15.0, linger=KEPT_AFTER, host="127.0.0.1"):
     """Sends bytes and reads until the end, or until nothing more comes for `linger` after the first answer."""
     began = time.monotonic()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+    reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
     text, closed = b"", False
     sending = asyncio.create_task(send(writer, data))
     try:

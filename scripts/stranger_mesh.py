@@ -3,6 +3,7 @@
 import asyncio
 import json
 import resource
+import socket
 import subprocess
 import sys
 import time
@@ -30,6 +31,25 @@ def raise_file_limit():
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most
+
+
+class Place(NamedTuple):
+    """Where a node listens that is not on loopback."""
+
+    address: str
+    inside: tuple = ()
+
+
+def own_address():
+    """An address of this machine that others could reach; None without a network. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            # Set aside for documentation (RFC 5737).
+            asked.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        address = asked.getsockname()[0]
+        return None if address.startswith("127.") else address
 
 
 class Seen(NamedTuple):
@@ -62,14 +82,14 @@ class StrangeNodes(SimulatedNodes):
         super().restart(node)
         self.key = kept
 
-    def alone(self, name, *flags, seeds=(), files=None):
+    def alone(self, name, *flags, seeds=(), files=None, place=None):
         """A node that is none of the mesh, in a process with at most `files` open files; not in `all`."""
         http, mesh = free_ports(1)[0]
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
-        node = Node(name, folder, http, mesh, list(seeds))
-        command = [self.binary, "node", "--data-dir", str(folder / "data"), "--http-port", str(http), "--mesh-port", str(mesh),
-                   "--cluster", "check", "--engine", f"sim:{PROFILE}", *flags]
+        node = Node(name, folder, http, mesh, list(seeds), place)
+        command = [self.binary, "node", "--data-dir", str(folder / "data"), "--listen", node.address, "--http-port", str(http),
+                   "--mesh-port", str(mesh), "--cluster", "check", "--engine", f"sim:{PROFILE}", *flags]
         if seeds:
             command += ["--seeds", ",".join(seeds)]
         limit = files and (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)))
