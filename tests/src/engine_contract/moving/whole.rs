@@ -10,6 +10,7 @@ use shoal_node::engine::{Engine, EngineError, EngineEvent};
 
 use super::super::{Shape, becomes_empty, job, load_becomes, made, occupy, receive, run};
 use super::{Client, STAGE, demanding, job_of, moving, pair};
+use crate::wait;
 
 /// Greedy and seeded, with penalties, log-probabilities and stop strings; early, late, in one or many stages.
 pub async fn a_moved_request_goes_on_as_if_it_had_not_moved<M: Fn(Shape) -> Arc<dyn Engine>>(
@@ -338,9 +339,6 @@ pub async fn a_request_is_described_as_it_is<M: Fn(Shape) -> Arc<dyn Engine>>(ma
     load_becomes(&*engine, "one in the queue", |load| load.queued == 1).await;
     let jobs = moving(&*engine).jobs();
     assert_eq!(jobs.len(), held.len() + 1);
-    let blocks: Blocks = jobs.iter().map(|job| job.blocks).sum();
-    let load = engine.load();
-    assert_eq!(blocks, load.used + load.reserved);
     let status = moving(&*engine).job(waiting.request).expect("is here");
     assert!(jobs.contains(&status));
     assert_eq!(
@@ -368,6 +366,18 @@ pub async fn a_request_is_described_as_it_is<M: Fn(Shape) -> Arc<dyn Engine>>(ma
     );
     let older = moving(&*engine).describe(waiting.request, shoal_gossip::Epoch(0));
     assert_eq!(older, Err(MoveError::Gone));
+    // The two are asked one after the other, and a step between them takes blocks.
+    wait::until("the jobs' blocks are those of the load", || async {
+        let jobs = moving(&*engine).jobs();
+        let blocks: Blocks = jobs.iter().map(|job| job.blocks).sum();
+        let load = engine.load();
+        if blocks == load.used + load.reserved {
+            Ok(())
+        } else {
+            Err((blocks, load))
+        }
+    })
+    .await;
     drop(events);
     assert_eq!(moving(&*engine).job(waiting.request), None);
     drop(held);
