@@ -1,8 +1,10 @@
 //! Fixtures and contract suites for tests of this and other crates.
 
 use std::net::{Ipv4Addr, SocketAddr};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
+use std::{fs, io};
 
 use tokio::time::timeout;
 
@@ -36,6 +38,25 @@ pub fn facts(identity: u16, incarnation: u64) -> NodeFacts {
         }],
         version: "test".to_owned(),
     }
+}
+
+/// The seeds in `tests/seeds.txt`, which every seeded schedule is run with: the first word of each line that is no comment.
+///
+/// # Errors
+/// When the file cannot be read, or a line does not begin with a seed.
+pub fn kept_seeds() -> io::Result<Vec<u64>> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/seeds.txt");
+    let text = fs::read_to_string(path)?;
+    let lines = text.lines().filter(|line| !line.starts_with('#'));
+    lines
+        .filter_map(|line| line.split_whitespace().next())
+        .map(|seed| seed.parse().map_err(io::Error::other))
+        .collect()
+}
+
+/// A number in the environment, if it is set and is one.
+pub fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok()?.parse().ok()
 }
 
 /// What a node with these facts and this load writes into its record; for fuzzers.

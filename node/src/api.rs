@@ -205,7 +205,7 @@ mod route {
 
     /// Routes that change the mesh.
     pub(super) fn is_for_operators(path: &str) -> bool {
-        matches!(label(path), DRAIN | MIGRATE)
+        path.starts_with("/mesh/") && matches!(label(path), DRAIN | MIGRATE)
     }
 
     /// Routes that need no key: they tell nothing but whether the node is well.

@@ -11,7 +11,7 @@ mod vigil;
 mod vitals;
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -255,7 +255,7 @@ impl Home {
             ),
         };
         let (serial, seed) = {
-            let mut rng = self.rng.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut rng = self.rng();
             (rng.random(), rng.random())
         };
         let id = RequestId {
@@ -305,6 +305,10 @@ impl Home {
                 | EngineError::Broken(_),
             ) => Ok(None),
         }
+    }
+
+    fn rng(&self) -> MutexGuard<'_, StdRng> {
+        self.rng.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Longest context that a live node offers for the model; bounds estimates and the ledger.

@@ -9,10 +9,7 @@
 
 mod schedule;
 
-use std::fs;
-use std::num::ParseIntError;
-use std::path::Path;
-
+use shoal_gossip::testing::{kept_seeds, number};
 use shoal_gossip::{Clock, MonotonicClock};
 
 use crate::mesh::Mutant;
@@ -64,22 +61,6 @@ fn check(seed: u64, tally: &mut Tally) {
         "seed {seed}: {}\nrerun: SHOAL_SEED={seed} cargo nextest run --workspace -E 'test(no_seeded_schedule)'",
         outcome.err().unwrap_or_default()
     );
-}
-
-/// A number in the environment, if it is set and is one.
-fn number(name: &str) -> Option<u64> {
-    std::env::var(name).ok()?.parse().ok()
-}
-
-/// The seeds in `tests/seeds.txt`: the first word of each line that is not a comment.
-fn kept_seeds() -> Result<Vec<u64>, ParseIntError> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/seeds.txt");
-    let text = fs::read_to_string(&path).unwrap_or_default();
-    let lines = text.lines().filter(|line| !line.starts_with('#'));
-    lines
-        .filter_map(|line| line.split_whitespace().next())
-        .map(str::parse)
-        .collect()
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //! arbiter, and a new placement when the host is lost.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use shoal_gossip::{Epoch, NodeId, Timestamp, Tokens};
@@ -326,8 +326,8 @@ impl Follower {
         if hopeless {
             return Next::GiveUp;
         }
-        let mut rng = self.home.rng.lock().unwrap_or_else(PoisonError::into_inner);
-        self.replay.nobody(self.home.knowledge.now(), &mut rng)
+        let now = self.home.knowledge.now();
+        self.replay.nobody(now, &mut self.home.rng())
     }
 
     /// What to tell a client that got nothing: the engines' own reason, if they gave one.

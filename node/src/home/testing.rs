@@ -39,9 +39,20 @@ pub(crate) struct Member {
     pub(crate) moves: Arc<Moves>,
     pub(crate) engine: Arc<dyn Engine>,
     links: Arc<Links>,
-    pub(crate) metrics: Arc<Metrics>,
+    metrics: Arc<Metrics>,
     /// The planes know their handlers weakly.
     _host: Arc<Host>,
+}
+
+impl Member {
+    /// The sum of the metrics whose lines begin so and hold `label`.
+    pub(crate) fn counted(&self, beginning: &str, label: &str) -> u64 {
+        let text = self.metrics.render();
+        text.lines()
+            .filter(|line| line.starts_with(beginning) && line.contains(label))
+            .filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok())
+            .sum()
+    }
 }
 
 /// Nodes that see each other as they were at the start, however loaded they are now.
@@ -132,14 +143,10 @@ impl Mesh {
 
     /// Times that requests went on from their ledger, over all nodes: a hand-over that works needs none.
     pub(crate) fn replays(&self) -> u64 {
-        let counted = |member: &Member| {
-            let text = member.metrics.render();
-            text.lines()
-                .filter(|line| line.starts_with("shoal_replays_total{"))
-                .filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok())
-                .sum::<u64>()
-        };
-        self.members.iter().map(counted).sum()
+        let members = self.members.iter();
+        members
+            .map(|member| member.counted("shoal_replays_total{", ""))
+            .sum()
     }
 
     /// Waits until a node holds and promises nothing.

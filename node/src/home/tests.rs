@@ -190,15 +190,7 @@ async fn a_request_waits_until_somebody_takes_it_again() {
     let running = mesh.ask(0, "m", 300).await.unwrap();
     // The only node that serves it cannot be reached for a while: its stream is gone, and nobody takes the request.
     mesh.net.cut(mesh.id(0), mesh.id(1));
-    let unanswered = || {
-        let text = mesh.members[0].metrics.render();
-        let line = |line: &&str| line.starts_with("shoal_offers_total{") && line.contains("none");
-        let count = text
-            .lines()
-            .find(line)
-            .and_then(|line| line.rsplit_once(' '));
-        count.map_or(0, |(_, count)| count.parse::<u64>().unwrap())
-    };
+    let unanswered = || mesh.members[0].counted("shoal_offers_total{", "none");
     let mended = async {
         while unanswered() < 3 {
             tokio::time::sleep(Duration::from_millis(5)).await;

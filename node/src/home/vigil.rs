@@ -13,7 +13,7 @@ use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tracing::info;
 
-use crate::home::vitals::{Death, Sight, Vitals};
+use crate::home::vitals::{Death, Finding, Vitals};
 use crate::knowledge::Knowledge;
 use crate::links::Links;
 use crate::mesh::messages::Ask;
@@ -177,7 +177,7 @@ impl Watchman {
         &self,
         used: &[(NodeId, Heard)],
         ports: &mut BTreeMap<NodeId, Port>,
-    ) -> BTreeMap<NodeId, Sight> {
+    ) -> BTreeMap<NodeId, Finding> {
         let (view, now) = (self.knowledge.view(), self.knowledge.now());
         ports.retain(|host, _| used.iter().any(|(used, _)| used == host));
         let mut seen = BTreeMap::new();
@@ -191,12 +191,12 @@ impl Watchman {
             {
                 ports.insert(*host, port);
             }
-            let sight = Sight {
+            let finding = Finding {
                 life: row.map(|row| row.facts.incarnation),
                 refused: ports.get(host).is_some_and(Port::is_closed),
                 unheard: heard.since(now),
             };
-            seen.insert(*host, sight);
+            seen.insert(*host, finding);
         }
         seen
     }

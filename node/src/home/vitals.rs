@@ -49,7 +49,7 @@ impl Death {
 
 /// What a look found of one host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Sight {
+pub(super) struct Finding {
     /// Its life as gossip knows it; `None` when it is in no view.
     pub(super) life: Option<Incarnation>,
     /// The kernel there said that nobody listens.
@@ -87,17 +87,17 @@ impl Vitals {
     pub(super) fn look(
         &mut self,
         now: Timestamp,
-        seen: &BTreeMap<NodeId, Sight>,
+        seen: &BTreeMap<NodeId, Finding>,
     ) -> Vec<(NodeId, Death)> {
         self.hosts.retain(|node, _| seen.contains_key(node));
         let mut dead = Vec::new();
-        for (node, sight) in seen {
+        for (node, finding) in seen {
             let host = self.hosts.entry(*node).or_insert(Host {
                 life: None,
                 missing_since: None,
                 refusals: 0,
             });
-            if let Some(death) = host.look(now, *sight, self.grace) {
+            if let Some(death) = host.look(now, *finding, self.grace) {
                 dead.push((*node, death));
             }
         }
@@ -109,10 +109,14 @@ impl Vitals {
 }
 
 impl Host {
-    fn look(&mut self, now: Timestamp, sight: Sight, grace: Duration) -> Option<Death> {
-        self.refusals = if sight.refused { self.refusals + 1 } else { 0 };
+    fn look(&mut self, now: Timestamp, finding: Finding, grace: Duration) -> Option<Death> {
+        self.refusals = if finding.refused {
+            self.refusals + 1
+        } else {
+            0
+        };
         let known = self.life;
-        match sight.life {
+        match finding.life {
             Some(life) => {
                 self.missing_since = None;
                 self.life = known.max(Some(life));
@@ -127,7 +131,7 @@ impl Host {
                 }
             }
         }
-        if sight.unheard >= UNHEARD + grace {
+        if finding.unheard >= UNHEARD + grace {
             return Some(Death::Silent);
         }
         (self.refusals >= REFUSALS).then_some(Death::PortClosed)
@@ -146,12 +150,12 @@ mod tests {
     }
 
     fn sees(vitals: &mut Vitals, millis: u64, life: Option<u64>, refused: bool) -> Option<Death> {
-        let sight = Sight {
+        let finding = Finding {
             life: life.map(Incarnation),
             refused,
             unheard: Duration::ZERO,
         };
-        let dead = vitals.look(at(millis), &BTreeMap::from([(NODE, sight)]));
+        let dead = vitals.look(at(millis), &BTreeMap::from([(NODE, finding)]));
         assert!(dead.iter().all(|(node, _)| *node == NODE) && dead.len() < 2);
         dead.first().map(|(_, death)| *death)
     }
@@ -203,12 +207,12 @@ mod tests {
     fn a_host_that_all_but_this_node_hear_is_dead_to_it() {
         let mut vitals = Vitals::new(GRACE);
         let mut unheard = |millis| {
-            let sight = Sight {
+            let finding = Finding {
                 life: Some(Incarnation(1)),
                 refused: false,
                 unheard: Duration::from_millis(millis),
             };
-            vitals.look(at(millis), &BTreeMap::from([(NODE, sight)]))
+            vitals.look(at(millis), &BTreeMap::from([(NODE, finding)]))
         };
         assert_eq!(unheard(2_900), []);
         assert_eq!(unheard(3_000), [(NODE, Death::Silent)]);

@@ -148,12 +148,12 @@ impl Frontend for Front {
     }
 
     async fn drain(&self, node: NodeId) -> DrainAnswer {
-        if node != self.this() && self.view().row(node).is_none() {
-            return DrainAnswer::Unknown;
-        }
         if node == self.this() {
             self.drain.cancel();
             return DrainAnswer::Begun;
+        }
+        if self.view().row(node).is_none() {
+            return DrainAnswer::Unknown;
         }
         match self.links.ask(node, Ask::Drain, DRAIN_DEADLINE).await {
             Ok(answered) if answered.answer == Answer::Done => DrainAnswer::Begun,

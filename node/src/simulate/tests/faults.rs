@@ -1,9 +1,8 @@
 //! Faults on a schedule.
 
-use std::path::Path;
-
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+use shoal_gossip::testing::{kept_seeds, number};
 
 use super::*;
 use crate::simulate::{Fault, NoFault};
@@ -228,15 +227,13 @@ fn schedule(seed: u64) -> Vec<String> {
 /// Seeds that are always run: those in `tests/seeds.txt`, and so many from the first on. `SHOAL_SEED=n` runs one,
 /// `SHOAL_SEEDS=n` so many.
 fn seeds() -> Vec<u64> {
-    let number = |name: &str| std::env::var(name).ok()?.parse().ok();
     if let Some(seed) = number("SHOAL_SEED") {
         return vec![seed];
     }
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/seeds.txt");
-    let text = std::fs::read_to_string(path).expect("tests/seeds.txt");
-    let lines = text.lines().filter(|line| !line.starts_with('#'));
-    let kept = lines.filter_map(|line| line.split_whitespace().next()?.parse().ok());
-    kept.chain(0..number("SHOAL_SEEDS").unwrap_or(60)).collect()
+    let kept = kept_seeds().expect("each line begins with a seed");
+    kept.into_iter()
+        .chain(0..number("SHOAL_SEEDS").unwrap_or(60))
+        .collect()
 }
 
 #[test]
