@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench_stub import MODEL
 from bench_ways import Direct, NginxWay, NodeWay, RouterWay, SmgWay, start_stub
-from mesh_nodes import Failure, note
+from mesh_nodes import Failure, note, share
 
 # Streams at once, milliseconds between two events, and requests of each stream in a round.
 LEVELS = [(1, 5, 8), (32, 5, 3), (256, 20, 2)]
@@ -144,10 +144,8 @@ class Tally:
         return 1e3 * self.cpu / len(self.totals)
 
 
-def share(values, part):
-    """In milliseconds."""
-    values = sorted(values)
-    return 1e3 * values[min(len(values) - 1, int(len(values) * part))]
+def millis(values, part):
+    return 1e3 * share(values, part)
 
 
 async def level(ways, rounds, streams, every_ms, each, events):
@@ -166,12 +164,12 @@ def table(ways, levels):
         direct = tallies["direct"]
         for way in ways:
             tally = tallies[way.name]
-            first, total = share(tally.firsts, 0.5), share(tally.totals, 0.5)
-            added = (first - share(direct.firsts, 0.5), total - share(direct.totals, 0.5))
+            first, total = millis(tally.firsts, 0.5), millis(tally.totals, 0.5)
+            added = (first - millis(direct.firsts, 0.5), total - millis(direct.totals, 0.5))
             beside = "            -              |       -" if way.name == "direct" else \
                 f"{added[0]:11.3f} {added[1]:11.3f}    | {tally.cpu_ms():9.3f}"
-            print(f"{way.name:12} | {streams:7} | {first:9.3f} {share(tally.firsts, 0.99):9.3f}   | "
-                  f"{total:8.2f} {share(tally.totals, 0.99):8.2f} | {beside}")
+            print(f"{way.name:12} | {streams:7} | {first:9.3f} {millis(tally.firsts, 0.99):9.3f}   | "
+                  f"{total:8.2f} {millis(tally.totals, 0.99):8.2f} | {beside}")
 
 
 def costs(ways, short, long, idle, memory):
@@ -195,8 +193,8 @@ def ratios(ways, levels, slopes):
             continue
         said = [f"CPU/event {slopes[way.name] / slopes['nginx']:.2f}"]
         for (streams, _, _), tallies in levels:
-            theirs, own, base = tallies["nginx"], tallies[way.name], share(tallies["direct"].firsts, 0.5)
-            added, nginx = share(own.firsts, 0.5) - base, share(theirs.firsts, 0.5) - base
+            theirs, own, base = tallies["nginx"], tallies[way.name], millis(tallies["direct"].firsts, 0.5)
+            added, nginx = millis(own.firsts, 0.5) - base, millis(theirs.firsts, 0.5) - base
             first = f"{added / nginx:.2f}" if nginx > 0.01 else "-"
             said.append(f"at {streams} CPU/request {own.cpu_ms() / theirs.cpu_ms():.2f}, added first byte {first}")
         print(f"ratio to nginx, {way.name}: {'; '.join(said)}")

@@ -18,7 +18,7 @@ import time
 
 from chaos_events import Trouble, ready
 from mesh_clients import Case, Clients, learn, middle_and_worst
-from mesh_nodes import Failure, Nodes, SimulatedNodes, conclude, note
+from mesh_nodes import Failure, Nodes, SimulatedNodes, conclude, note, until_stopped
 from netns import Network, NoNetwork
 from process_usage import usage
 
@@ -214,19 +214,13 @@ async def measure(nodes, network, options):
 
 async def check(options, folder):
     network, where = place(options)
-    figures, complaints = [], []
     try:
         if options.engine == "sim":
             nodes = SimulatedNodes(options.binary, PROFILE, folder)
             nodes.options = ["--model-id", MODEL_ID]
         else:
             nodes = Nodes(options.binary, options.model, MODEL_ID, folder)
-        try:
-            figures, complaints = await measure(nodes, network, options)
-        except (Failure, OSError) as failure:
-            complaints = [f"{type(failure).__name__}: {failure}"]
-        finally:
-            await nodes.stop_all()
+        figures, complaints = await until_stopped(nodes, measure(nodes, network, options))
     finally:
         if network:
             network.remove()

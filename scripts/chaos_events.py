@@ -9,8 +9,8 @@ import time
 from collections import Counter
 from typing import NamedTuple, Optional
 
-from mesh_clients import Faults, percentile
-from mesh_nodes import Failure, note
+from mesh_clients import Faults
+from mesh_nodes import Failure, note, share
 
 # As often as they come in each turn of the schedule.
 KINDS = ("kill", "kill", "stop", "stop", "link", "link", "drain", "join")
@@ -215,6 +215,6 @@ class Trouble:
         said = []
         for kind, count in sorted(self.counts.items()):
             took = self.back_after.get(kind, [])
-            times = f" ({percentile(took, 50):.1f}/{max(took):.1f} s)" if took else ""
+            times = f" ({share(took, 0.5):.1f}/{max(took):.1f} s)" if took else ""
             said.append(f"{count} {kind}{times}")
         return f"events, and P50/max until all views had the node again: {', '.join(said) or 'none'}"

@@ -21,9 +21,9 @@ import signal
 import subprocess
 import time
 
-from death_streams import MODEL_ID, OUTPUT, READY_WITHIN, Told, all_ended, share, unbroken_run
+from death_streams import MODEL_ID, OUTPUT, READY_WITHIN, Told, all_ended, unbroken_run
 from http_stream import HttpError, question
-from mesh_nodes import Failure, Nodes, conclude, counted, note
+from mesh_nodes import Failure, Nodes, conclude, counted, note, share
 
 NODES = 4
 # Room for all streams on three nodes: each sequence has its own 512 tokens. On two cores the streams of a node's own clients may

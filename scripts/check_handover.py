@@ -24,7 +24,8 @@ import urllib.request
 from pathlib import Path
 
 from http_stream import HttpError, Stream, question
-from mesh_nodes import Failure, Nodes
+from mesh_nodes import Failure, Nodes, note, share
+from prompts import SENTENCE, TOPICS
 
 MODEL_ID = "smollm2-135m"
 READY_WITHIN = 120
@@ -38,16 +39,10 @@ MOVING_ROOM = ["--context", "24576", "--max-sequences", "48", "--step-tokens", "
 # Output of a stream: long enough for three moves while it runs among twenty others.
 OUTPUT = 64
 
-TOPICS = ["the sea", "bread", "winter", "the moon", "bicycles", "rivers", "tea", "mountains", "music", "trains"]
 # Output that a request of the table may draw while it is moved about.
 OUTPUT_WHILE_MOVING = 480
 # A prefill of more tokens takes this model longer than the minute that a wish to move may take.
 LONGEST_RESTART = 2048
-SENTENCE = "A shoal has no leader and each fish watches a few of its neighbours, so the whole of it turns as one. "
-
-
-def note(text):
-    print(f"    {text}", flush=True)
 
 
 def body(number):
@@ -330,11 +325,6 @@ def row(length, copy, figures):
     """A line of the table of costs."""
     pause, total, size, stages, gap, step = figures
     note(f"{length:9} | {copy:9} | {pause:8.1f} | {total:8.0f} | {size / 1e6:5.1f} | {stages:6.0f} | {gap:14.0f} | {step:9.0f}")
-
-
-def share(values, part):
-    values = sorted(values)
-    return values[min(len(values) - 1, int(len(values) * part))] if values else float("nan")
 
 
 async def skewed_run(nodes, options, rescheduling):

@@ -25,6 +25,7 @@ import openai
 from openai import AsyncOpenAI
 
 from mesh_nodes import Failure, Nodes
+from prompts import MORE_TOPICS
 
 MODEL_ID = "smollm2-135m"
 
@@ -38,10 +39,6 @@ DRAINED_WITHIN = 30
 # No single answer takes this long even with 32 at once on two cores; beyond it something hangs.
 ANSWER_WITHIN = 240
 
-TOPICS = [
-    "the sea", "bread", "winter", "the moon", "bicycles", "rivers", "tea", "mountains", "music", "trains",
-    "gardens", "chess", "honey bees", "lighthouses", "paper", "glass", "salt", "rain", "clocks", "maps",
-]
 LONG = (
     "A shoal has no leader. Each fish watches a few of its neighbours and keeps its distance from them, and so the "
     "whole shoal turns as one, splits around a rock and closes again behind it. Nobody gives an order, and nobody "
@@ -53,7 +50,7 @@ class Case:
     """One distinct request, and later the answer that a single idle node gives to it."""
 
     def __init__(self, number):
-        topic = TOPICS[number % len(TOPICS)]
+        topic = MORE_TOPICS[number % len(MORE_TOPICS)]
         self.chat = number % 4 != 3
         self.max_tokens = (8, 16, 24, 32, 48)[number % 5]
         if number % 4 == 3:

@@ -20,7 +20,7 @@ import time
 
 from chaos_events import ready
 from mesh_clients import Case, Clients, learn, middle_and_worst, requests_of
-from mesh_nodes import Failure, SimulatedNodes, conclude, note
+from mesh_nodes import Failure, SimulatedNodes, conclude, note, until_stopped
 from netns import Network
 
 MODEL_ID = "partition"
@@ -202,7 +202,6 @@ async def asymmetric(nodes, network, options, cases):
         across = await load.until_across(crossings)
         looking = asyncio.create_task(look())
         try:
-            cut = time.monotonic()
             network.drop(one.place, other.place)
             await asyncio.sleep(options.seconds)
             healed = time.monotonic()
@@ -245,19 +244,12 @@ async def check(options, folder):
         network = Network()
     except Failure as failure:
         return [], [str(failure)]
-    figures, complaints = [], []
     try:
         nodes = SimulatedNodes(options.binary, PROFILE, folder)
         nodes.options = ["--model-id", MODEL_ID]
-        try:
-            figures, complaints = await measure(nodes, network, options)
-        except (Failure, OSError) as failure:
-            complaints = [f"{type(failure).__name__}: {failure}"]
-        finally:
-            await nodes.stop_all()
+        return await until_stopped(nodes, measure(nodes, network, options))
     finally:
         network.remove()
-    return figures, complaints
 
 
 def main():

@@ -5,6 +5,7 @@ import time
 
 from http_stream import HttpError, Stream
 from mesh_nodes import Failure, note
+from prompts import SENTENCE, TOPICS
 
 MODEL_ID = "smollm2-135m"
 # Output of a stream. 64 of them together take two cores the better part of a minute.
@@ -14,9 +15,6 @@ QUIET_AT_ONCE = 12
 # Seconds until all streams of a wave must have ended: ten times what they take.
 ENDED_WITHIN = 300
 READY_WITHIN = 120
-
-TOPICS = ["the sea", "bread", "winter", "the moon", "bicycles", "rivers", "tea", "mountains", "music", "trains"]
-SENTENCE = "A shoal has no leader and each fish watches a few of its neighbours, so the whole of it turns as one. "
 
 
 def body(number):
@@ -52,8 +50,6 @@ class Told(Stream):
         except ConnectionRefusedError:
             self.turned_away = True
             raise
-        except IndexError:
-            raise ConnectionResetError("the connection was closed without an answer") from None
         except HttpError as error:
             self.turned_away = error.status == 503
             raise
@@ -96,11 +92,6 @@ class Told(Stream):
             if "\ufffd" not in joined and joined != self.text:
                 found.append(f"its text {self.text!r} is not that of its tokens {joined!r}")
         return found
-
-
-def share(values, part):
-    values = sorted(values)
-    return values[min(len(values) - 1, int(len(values) * part))] if values else float("nan")
 
 
 async def unbroken_run(nodes, count):

@@ -11,9 +11,10 @@ import threading
 import time
 from collections import Counter
 
-from engine_requests import SENTENCE, TOPICS, Answer, Client, chat, completion, faults, kept_on, mixed
+from engine_requests import Answer, Client, chat, completion, faults, kept_on, mixed
 from http_stream import HttpError, question
 from mesh_nodes import Failure, note
+from prompts import MORE_TOPICS, SENTENCE
 
 # Times that must be kept are so many times longer: for machines that others use as well, where the tests run.
 PATIENCE = float(os.environ.get("CHECK_PATIENCE", "1"))
@@ -170,7 +171,7 @@ def away(value, seen):
 async def freeness(nodes, options):
     """A node's row says what its engine says, while streams run and after."""
     idle = {node.name: (await nodes.own_load(node))["freeness_blocks"] or 0.0 for node in nodes.all()}
-    texts = [f"{SENTENCE * (3 * number % 10)}Tell me about {TOPICS[number]}." for number in range(options.streams)]
+    texts = [f"{SENTENCE * (3 * number % 10)}Tell me about {MORE_TOPICS[number]}." for number in range(options.streams)]
     cases = [kept_on(text, options.tokens) for text in texts]
     answers = [Answer() for _ in cases]
     began = time.monotonic()
@@ -227,7 +228,7 @@ async def closing(nodes, options):
     took = []
     async with Client(nodes.all()[0].url, nodes.model_id) as client:
         for number in range(2):
-            case = kept_on(f"Tell me everything about {TOPICS[number]}.", 700)
+            case = kept_on(f"Tell me everything about {MORE_TOPICS[number]}.", 700)
             answer = await client.ask(case, progress=lambda answer: len(answer.moments) >= 4)
             if answer.ended != "closed":
                 return "", [f"a stream to be closed ended as {answer!r}"]

@@ -7,14 +7,10 @@ import httpx2
 import openai
 from openai import AsyncOpenAI
 
+from prompts import MORE_TOPICS, SENTENCE
+
 # No answer here takes as long; beyond it something hangs.
 ANSWER_WITHIN = 240
-
-TOPICS = [
-    "the sea", "bread", "winter", "the moon", "bicycles", "rivers", "tea", "mountains", "music", "trains",
-    "gardens", "chess", "honey bees", "lighthouses", "paper", "glass", "salt", "rain", "clocks", "maps",
-]
-SENTENCE = "A shoal has no leader and each fish watches a few of its neighbours, so the whole of it turns as one. "
 
 TOOL = {
     "type": "function",
@@ -62,7 +58,7 @@ def mixed(count, tool_choice, tokenize):
     """So many requests of all kinds. `tool_choice` and `tokenize` (the body for a text) are the engine's own."""
 
     def one(number):
-        topic = TOPICS[number % len(TOPICS)]
+        topic = MORE_TOPICS[number % len(MORE_TOPICS)]
         question = f"Tell me {number + 2} things about {topic}."
         tokens = (8, 16, 24, 48)[number // 10 % 4]
         stream = number // 10 % 2 == 0

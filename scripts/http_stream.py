@@ -17,18 +17,31 @@ class HttpError(Exception):
         self.body = body
 
 
+async def exchange(reader, writer, request, body):
+    """Sends a request (its method, its path and the host it is for), with a body in JSON or in bytes, over a connection; gives what
+    reads and writes it, the status and the headers. Closes it when it comes to nothing."""
+    method, path, host = request
+    try:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        head = f"{method} {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        await writer.drain()
+        status = (await asyncio.wait_for(reader.readline(), PIECE_WITHIN)).split()
+        if len(status) < 2:
+            raise ConnectionResetError("the connection was closed without an answer")
+        headers = {}
+        while line := (await reader.readline()).decode().strip():
+            name, _, value = line.partition(":")
+            headers[name.lower()] = value.strip()
+        return reader, writer, int(status[1]), headers
+    except BaseException:
+        writer.close()
+        raise
+
+
 async def _open(port, method, path, body):
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-    text = "" if body is None else json.dumps(body)
-    head = f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-type: application/json\r\n"
-    writer.write(f"{head}content-length: {len(text.encode())}\r\n\r\n{text}".encode())
-    await writer.drain()
-    status = int((await asyncio.wait_for(reader.readline(), PIECE_WITHIN)).split()[1])
-    headers = {}
-    while line := (await reader.readline()).decode().strip():
-        name, _, value = line.partition(":")
-        headers[name.lower()] = value.strip()
-    return reader, writer, status, headers
+    return await exchange(reader, writer, (method, path, "127.0.0.1"), b"" if body is None else body)
 
 
 async def _rest(reader, headers):

@@ -11,8 +11,9 @@ import time
 from collections import Counter, deque
 from typing import NamedTuple
 
-from http_stream import HttpError, Stream
-from mesh_nodes import Failure, note
+from http_stream import HttpError, Stream, exchange
+from mesh_nodes import Failure, note, share
+from prompts import SENTENCE, TOPICS
 
 READY_WITHIN = 120
 # Seconds for a connection; a node without a cable never answers.
@@ -24,38 +25,19 @@ PAUSE = 0.1
 # Figures of streams that are kept: the newest. A long run has more than memory should hold.
 KEPT = 100_000
 
-TOPICS = ["the sea", "bread", "winter", "the moon", "bicycles", "rivers", "tea", "mountains", "music", "trains"]
-SENTENCE = "A shoal has no leader and each fish watches a few of its neighbours, so the whole of it turns as one. "
-
 
 class TurnedAway(Exception):
     """No connection: nothing has happened to the request."""
 
 
 async def ask(node, path, body, method="POST"):
-    """Sends a request, with a body in JSON or in bytes; gives what reads and writes the connection, the status, the headers."""
+    """As `http_stream.exchange`, at wherever the node is, and told apart from a node that cannot be reached."""
     try:
         opening = asyncio.open_connection(node.address, node.http, limit=1 << 20)
         reader, writer = await asyncio.wait_for(opening, CONNECT_WITHIN)
     except (OSError, asyncio.TimeoutError) as error:
         raise TurnedAway(f"no connection: {error or 'timeout'}") from error
-    try:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        head = (f"{method} {path} HTTP/1.1\r\nhost: {node.address}\r\nconnection: close\r\n"
-                f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n")
-        writer.write(head.encode() + data)
-        await writer.drain()
-        status = (await reader.readline()).split()
-        if len(status) < 2:
-            raise ConnectionResetError("the connection was closed without an answer")
-        headers = {}
-        while line := (await reader.readline()).decode().strip():
-            name, _, value = line.partition(":")
-            headers[name.lower()] = value.strip()
-        return reader, writer, int(status[1]), headers
-    except BaseException:
-        writer.close()
-        raise
+    return await exchange(reader, writer, (method, path, node.address), body)
 
 
 async def answer(node, path, body, method="POST", within=60):
@@ -300,11 +282,6 @@ class Clients:
         return True
 
 
-def percentile(values, percent):
-    values = sorted(values)
-    return values[min(len(values) - 1, int(len(values) * percent / 100))] if values else float("nan")
-
-
 def middle_and_worst(values):
     """P50 and P99 in seconds."""
-    return f"{percentile(values, 50):.2f}/{percentile(values, 99):.2f} s"
+    return f"{share(values, 0.5):.2f}/{share(values, 0.99):.2f} s"

@@ -265,6 +265,22 @@ def counted(counters, name, *labels):
     return sum(value for series, value in named if all(label in series for label in labels))
 
 
+def share(values, part):
+    """The value that this part of them lies below; 0.5 gives the median."""
+    values = sorted(values)
+    return values[min(len(values) - 1, int(len(values) * part))] if values else float("nan")
+
+
+async def until_stopped(nodes, measuring):
+    """Figures and complaints that `measuring` comes to. A failure is a complaint, and whatever happens the nodes are stopped."""
+    try:
+        return await measuring
+    except (Failure, OSError) as failure:
+        return [], [f"{type(failure).__name__}: {failure}"]
+    finally:
+        await nodes.stop_all()
+
+
 class SimulatedNodes(Nodes):
     """All nodes of a check that needs no model: their engines only take the time of one."""
 

@@ -1,6 +1,7 @@
-"""What a process holds: memory, threads and open files, as Linux counts them."""
+"""What a process holds: memory, threads and open files, as Linux counts them; and how many files it may."""
 
 import os
+import resource
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,3 +27,10 @@ def usage(pid):
     if "VmRSS" not in status:
         return None
     return Usage(int(status["VmRSS"].split()[0]) / 1024, int(status["Threads"]), handles)
+
+
+def raise_file_limit():
+    """As many open files as this process may have; the nodes inherit it. Returns how many."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most

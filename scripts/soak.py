@@ -14,12 +14,11 @@ The last line is `PASS soak: figures` or `FAIL soak: figures`.
 
 import argparse
 import asyncio
-import resource
 import time
 
 from mesh_clients import Faults, learn
-from mesh_nodes import Failure, SimulatedNodes, conclude, note
-from process_usage import Usage, usage
+from mesh_nodes import Failure, SimulatedNodes, conclude, note, until_stopped
+from process_usage import Usage, raise_file_limit, usage
 from soak_load import BODY_BYTES, MODEL_ID, Mixture, cases
 
 PROFILE = "a10/llama-7b"
@@ -183,23 +182,21 @@ class Soak:
         return figures, errors + self.grown(first, last)
 
 
+async def measure(nodes, options):
+    known = cases()
+    nodes.options = ["--model-id", MODEL_ID]
+    await learn(nodes, [case for kind in known for case in kind], ["--sim-speed", "1000"])
+    nodes.start_mesh(options.nodes, [
+        "--model-id", MODEL_ID, "--sim-speed", f"{options.sim_speed:g}", "--context", str(KV), "--max-sequences", str(SEQUENCES),
+        "--queue-limit", str(QUEUE), "--max-body-bytes", str(BODY_BYTES),
+    ])
+    await nodes.wait_until_ready(nodes.all(), READY_WITHIN)
+    return await Soak(nodes, options, known).run()
+
+
 async def check(options, folder):
     nodes = SimulatedNodes(options.binary, PROFILE, folder)
-    known = cases()
-    figures, complaints = [], []
-    try:
-        nodes.options = ["--model-id", MODEL_ID]
-        await learn(nodes, [case for kind in known for case in kind], ["--sim-speed", "1000"])
-        nodes.start_mesh(options.nodes, [
-            "--model-id", MODEL_ID, "--sim-speed", f"{options.sim_speed:g}", "--context", str(KV), "--max-sequences", str(SEQUENCES),
-            "--queue-limit", str(QUEUE), "--max-body-bytes", str(BODY_BYTES),
-        ])
-        await nodes.wait_until_ready(nodes.all(), READY_WITHIN)
-        figures, complaints = await Soak(nodes, options, known).run()
-    except (Failure, OSError) as failure:
-        complaints = [f"{type(failure).__name__}: {failure}"]
-    finally:
-        await nodes.stop_all()
+    figures, complaints = await until_stopped(nodes, measure(nodes, options))
     run = f"{options.minutes:g} minutes at {options.sim_speed:g} times the speed, {options.nodes} nodes, seed {options.seed}"
     return [run, *figures], complaints
 
@@ -217,8 +214,7 @@ def main():
     if options.nodes < 2:
         parser.error("--nodes: with fewer than two nobody is left to serve while one is dead")
     # A burst has a connection for each of its streams.
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_file_limit()
     note("a whole day: scripts/soak.sh --minutes 1440")
     conclude("soak", options, check)
 
