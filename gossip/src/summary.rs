@@ -69,12 +69,24 @@ pub struct LoadSummary {
     pub step_time_us: u32,
     /// Where these figures come from.
     pub basis: LoadBasis,
+    /// Whether every place for a running request is taken or promised: free blocks are of no use until one ends. False where an
+    /// engine does not tell how many it runs at once.
+    pub slots_full: bool,
 }
 
 impl LoadSummary {
     /// KV blocks that nobody holds and nobody was promised.
     pub fn free(&self) -> Blocks {
         self.total - self.used - self.reserved
+    }
+
+    /// KV blocks that one more request could be given now: those that are free, and none while all slots are taken.
+    pub fn usable(&self) -> Blocks {
+        if self.slots_full {
+            Blocks::ZERO
+        } else {
+            self.free()
+        }
     }
 
     /// Smoothed time of one engine step; zero when unknown.

@@ -156,7 +156,7 @@ impl Rescheduler {
             .jobs
             .iter()
             .filter(|job| self.may_leave(now, here, job))
-            .filter(|job| here.need(job) <= target.load.free())
+            .filter(|job| here.need(job) <= target.load.usable())
             .filter(|job| self.gains(here, &target.load, job))
             .min_by_key(|job| (job.priority, here.copied(job), job.computed, job.request))?;
         self.budget = self.budget.saturating_sub(here.copied(victim));
@@ -201,6 +201,7 @@ impl Rescheduler {
         } else {
             own.used -= job.blocks;
             own.running = own.running.saturating_sub(1);
+            own.slots_full = false;
         }
         theirs.used += here.need(job);
         theirs.running = theirs.running.saturating_add(1);

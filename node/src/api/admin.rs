@@ -140,6 +140,8 @@ struct LoadBody {
     running: u32,
     queued: u32,
     queue_room: u32,
+    /// Whether as many requests run as the engine runs at once.
+    slots_full: bool,
     prefill_backlog_tokens: u32,
     step_time_us: u32,
     /// Whether the engine in the process counted this, an engine beside it told it, or it is estimated.
@@ -224,6 +226,7 @@ impl LoadBody {
             running: load.running,
             queued: load.queued,
             queue_room: load.queue_room,
+            slots_full: load.slots_full,
             prefill_backlog_tokens: load.prefill_backlog.0,
             step_time_us: load.step_time_us,
             basis: basis(load.basis),

@@ -45,7 +45,8 @@ impl Freeness {
     }
 
     /// Headroom for one more request (design §4.1, after Llumnix OSDI'24 Algorithm 1):
-    /// `F_d = (total − used − reserved − Σ demand(queued) − charged) / max(1, running + queued)`.
+    /// `F_d = (total − used − reserved − Σ demand(queued) − charged) / max(1, running + queued)`,
+    /// where free blocks count for nothing while all slots are taken.
     ///
     /// `charged` is what the asking node has offered there and `load` cannot contain yet.
     pub fn for_dispatch(load: &LoadSummary, charged: Blocks) -> Self {
@@ -53,16 +54,13 @@ impl Freeness {
             Readiness::Ready => {}
             Readiness::Starting | Readiness::Draining | Readiness::Failed => return Self::LEAST,
         }
-        let headroom = signed(load.total)
-            - signed(load.used)
-            - signed(load.reserved)
-            - signed(load.queued_demand)
-            - signed(charged);
+        let headroom = left(load) - signed(load.queued_demand) - signed(charged);
         Self::per_request(headroom, load.running.saturating_add(load.queued))
     }
 
     /// Headroom of the requests that run there already:
-    /// `F_m = (total − used − reserved − demand(head of line)) / max(1, running)`; empty is [`Self::MOST`].
+    /// `F_m = (total − used − reserved − demand(head of line)) / max(1, running)`, with the slots as above; empty is
+    /// [`Self::MOST`].
     pub fn for_migration(load: &LoadSummary) -> Self {
         match load.readiness {
             Readiness::Ready => {}
@@ -71,10 +69,7 @@ impl Freeness {
         if load.running == 0 && load.queued == 0 && load.reserved == Blocks::ZERO {
             return Self::MOST;
         }
-        let headroom = signed(load.total)
-            - signed(load.used)
-            - signed(load.reserved)
-            - signed(load.head_of_line);
+        let headroom = left(load) - signed(load.head_of_line);
         Self::per_request(headroom, load.running)
     }
 }
@@ -89,6 +84,12 @@ impl fmt::Display for Freeness {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:.1}", self.blocks())
     }
+}
+
+/// Blocks that are left for use, or lack: figures from elsewhere may name more than there are.
+fn left(load: &LoadSummary) -> i64 {
+    let left = signed(load.total) - signed(load.used) - signed(load.reserved);
+    if load.slots_full { left.min(0) } else { left }
 }
 
 fn signed(blocks: Blocks) -> i64 {
@@ -162,6 +163,25 @@ mod tests {
         };
         assert_eq!(Freeness::for_migration(&blocked), Freeness::of_blocks(5));
         assert_eq!(Freeness::for_migration(&load(0, 0, 0)), Freeness::MOST);
+    }
+
+    #[test]
+    fn free_blocks_are_no_headroom_while_all_slots_are_taken() {
+        let full = LoadSummary {
+            slots_full: true,
+            ..load(20, 4, 0)
+        };
+        let waits = LoadSummary {
+            queued: 1,
+            queued_demand: Blocks(10),
+            head_of_line: Blocks(10),
+            ..full
+        };
+        let dispatch = |load| Freeness::for_dispatch(load, Blocks::ZERO);
+        assert_eq!(dispatch(&full), Freeness::of_blocks(0));
+        assert_eq!(dispatch(&waits), Freeness::of_blocks(-2));
+        assert_eq!(Freeness::for_migration(&full), Freeness::of_blocks(0));
+        assert!(Freeness::for_migration(&waits) < Freeness::for_migration(&full));
     }
 
     #[test]

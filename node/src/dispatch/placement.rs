@@ -289,7 +289,7 @@ impl Placement {
 /// has hops left. An idle host asks like any other: a faster node may be better with much to do.
 pub fn should_probe(load: &LoadSummary, demand: Blocks, hops: u8, low: Freeness) -> bool {
     let after = Freeness::for_dispatch(load, demand);
-    let waits = load.queued > 0 || load.free() < demand;
+    let waits = load.queued > 0 || load.usable() < demand;
     hops < MAX_HOPS && (waits || after < low)
 }
 

@@ -187,7 +187,7 @@ impl Candidate {
 
     /// Whether the request could start there at once.
     pub fn fits(&self) -> bool {
-        self.load.queued == 0 && self.load.free() - self.charged >= self.demand
+        self.load.queued == 0 && self.load.usable() - self.charged >= self.demand
     }
 }
 

@@ -92,6 +92,7 @@ fn freeness(load: &Value, state: &str) -> Option<String> {
         queued_demand: blocks("queued_demand_blocks").unwrap_or_default(),
         running: number(load, "running")?,
         queued: number(load, "queued")?,
+        slots_full: load.get("slots_full").and_then(Value::as_bool) == Some(true),
         ..LoadSummary::default()
     };
     Some(Freeness::for_dispatch(&summary, Blocks::ZERO).to_string())

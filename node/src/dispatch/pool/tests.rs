@@ -88,6 +88,19 @@ fn a_heard_load_keeps_an_old_row_fresh() {
 }
 
 #[test]
+fn nothing_fits_where_all_slots_are_taken() {
+    let full = LoadSummary {
+        slots_full: true,
+        ..load(10, 4, 0)
+    };
+    let view = view(vec![row(1, load(10, 4, 0), at(0)), row(2, full, at(0))]);
+    let (need, corrections) = (need(16), Corrections::default());
+    let pool = Pool::new(&view, &corrections, &need, at(0), MAX_AGE);
+    let fits: Vec<bool> = pool.all().map(|candidate| candidate.fits()).collect();
+    assert_eq!(fits, [true, false]);
+}
+
+#[test]
 fn a_charge_counts_until_it_is_settled() {
     let view = view(vec![row(1, load(0, 0, 0), at(0))]);
     let mut corrections = Corrections::default();

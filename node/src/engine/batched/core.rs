@@ -318,14 +318,22 @@ impl Batcher {
 
     /// Whether room for one more sequence can be taken now.
     fn fits(&self, demand: Blocks) -> bool {
-        let taken = self.running.len() + self.aside_count();
         // The watermark protects the growth of others; alone there are none.
-        let spare = if taken == 0 {
+        let spare = if self.slots_taken() == 0 {
             Blocks::ZERO
         } else {
             self.config.watermark()
         };
-        taken < self.slots.len() && demand + spare <= self.free()
+        self.has_slot() && demand + spare <= self.free()
+    }
+
+    /// Whether one more sequence may run, or be promised that it may.
+    fn has_slot(&self) -> bool {
+        self.slots_taken() < self.slots.len()
+    }
+
+    fn slots_taken(&self) -> usize {
+        self.running.len() + self.aside_count()
     }
 
     /// Slots that are promised: to reservations and to sequences that start with the next plan.

@@ -267,6 +267,8 @@ impl Gauge {
             _ => each,
         };
         let behind = u32::try_from(of(false).count()).unwrap_or(u32::MAX);
+        let taken =
+            (all - queued).saturating_add(u32::try_from(of(true).count()).unwrap_or(u32::MAX));
         LoadSummary {
             readiness: self.readiness(),
             total,
@@ -285,6 +287,7 @@ impl Gauge {
                 u32::try_from(step.as_micros()).unwrap_or(u32::MAX)
             }),
             basis,
+            slots_full: self.slots.is_some_and(|slots| taken >= slots),
             ..LoadSummary::default()
         }
     }

@@ -34,6 +34,7 @@ impl Batcher {
             queue_room: self.queue_room(false),
             prefill_backlog: self.prefill_backlog(),
             step_time_us: u32::try_from(step_time.as_micros()).unwrap_or(u32::MAX),
+            slots_full: !self.has_slot(),
         }
     }
 

@@ -64,6 +64,8 @@ impl Batcher {
         assert_eq!((self.used, self.reserved), (used, reserved));
         assert_eq!(used + reserved + self.free(), self.config.total);
         assert!(slots.len() + promised + self.aside.len() <= self.slots.len());
+        let taken = slots.len() + promised + self.aside.len();
+        assert_eq!(self.load().slots_full, taken == self.slots.len());
         assert_eq!(self.slots.iter().flatten().count(), slots.len());
         assert_eq!(self.running.len(), slots.len());
         assert_eq!(self.waiting, waiting, "the queue or its sums are off");

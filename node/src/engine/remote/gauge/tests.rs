@@ -166,6 +166,7 @@ fn slots_and_what_waits_in_the_engine_count() {
     gauge.polled(at(1), at(2), Ok(waiting));
     let load = gauge.load(at(2));
     assert_eq!((load.running, load.queued, load.queue_room), (2, 3, 0));
+    assert!(load.slots_full);
     assert_eq!(
         (load.head_of_line, load.queued_demand),
         (Blocks(2), Blocks(6))
