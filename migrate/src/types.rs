@@ -160,6 +160,8 @@ pub struct Proposal {
     pub longest: Tokens,
     /// Bytes that the KV of one token takes on the way; zero when no KV travels.
     pub kv_bytes_per_token: u32,
+    /// How long ago its client asked: it keeps its age where it comes to.
+    pub waited: Duration,
 }
 
 /// What a target answers to a proposal.

@@ -54,6 +54,8 @@ pub struct JobStatus {
     pub max_output: Tokens,
     /// KV blocks it holds.
     pub blocks: Blocks,
+    /// When its client asked, as far as this node was told, by this node's clock.
+    pub came: Timestamp,
 }
 
 /// A request as the source describes it to the target: the head of the opening parcel.

@@ -382,7 +382,7 @@ impl Engine for RemoteEngine {
             job.reservation.into_iter().for_each(|id| self.release(id));
         })?;
         shared.take_room(&job)?;
-        let entry = shared.enter(RemoteJob::new(job, asked.context))?;
+        let entry = shared.enter(RemoteJob::new(job, asked.context, shared.clock.now()))?;
         let events = entry.lock().open();
         run::spawn(shared, entry, asked, fingerprint);
         Ok(events)

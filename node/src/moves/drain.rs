@@ -152,7 +152,8 @@ fn target_for(moves: &Moves, job: &JobStatus, max_view_age: Duration) -> Option<
             world.now,
             max_view_age,
         );
-        let (one, other) = pool.two_that(|it| it.load.free() - it.charged >= it.demand, world.rng);
+        let (one, other) =
+            pool.two_that(|it| it.load.usable() - it.charged >= it.demand, world.rng);
         [one, other]
             .into_iter()
             .flatten()
@@ -180,6 +181,7 @@ mod tests {
             computed: Tokens(10 + output),
             max_output: Tokens(100),
             blocks: Blocks(2),
+            came: Timestamp::ZERO,
         }
     }
 

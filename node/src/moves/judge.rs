@@ -117,15 +117,16 @@ impl Moves {
         let home = proposal.migration.request.home;
         let what = (proposal.mode, home, proposal.known);
         let block_size = self.engine.facts().block_size;
-        room_for(what, proposal.longest, block_size, &self.settings.limits)
+        let (longest, waited) = (proposal.longest, proposal.waited);
+        room_for(what, (longest, waited), block_size, &self.settings.limits)
     }
 }
 
 /// What a target keeps for a request that is to come: for the tokens that exist, and some that are drawn during the copy, up
-/// to its longest.
+/// to its longest. It has waited so long since its client asked.
 pub(crate) fn room_for(
     (mode, home, known): (CopyMode, NodeId, Tokens),
-    longest: Tokens,
+    (longest, waited): (Tokens, Duration),
     block_size: BlockSize,
     limits: &SessionLimits,
 ) -> ReserveAsk {
@@ -138,7 +139,7 @@ pub(crate) fn room_for(
         // The engine's own lease is the last resort: the session's is shorter.
         lease: limits.lease + limits.grace,
         at_once: true,
-        waited: Duration::ZERO,
+        waited,
         resumed: false,
         home,
     }

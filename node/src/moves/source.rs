@@ -110,6 +110,7 @@ fn propose(
         known: job.prompt + job.output,
         longest: job.prompt + job.max_output,
         kv_bytes_per_token: if mode == CopyMode::Kv { bytes } else { 0 },
+        waited: moves.clock.now().since(job.came),
     })
 }
 

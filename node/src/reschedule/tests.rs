@@ -56,6 +56,7 @@ fn job(serial: u64, blocks: u32) -> JobStatus {
         computed: Tokens(blocks * 16 - 1),
         max_output: Tokens(100),
         blocks: Blocks(blocks),
+        came: NOW,
     }
 }
 
@@ -123,6 +124,26 @@ fn short_and_plenty_are_apart_at_their_edges() {
         ..load(0, 0)
     };
     assert!(!core.limits().has_plenty(&draining));
+}
+
+#[test]
+fn a_node_without_a_free_slot_is_short_whatever_blocks_are_free_and_is_no_target() {
+    let full = LoadSummary {
+        slots_full: true,
+        ..load(20, 2)
+    };
+    let mut case = Case {
+        own: full,
+        ..Case::of(vec![job(1, 10), job(2, 5)])
+    };
+    assert!(case.core.is_short(&full, 0));
+    assert!(!case.core.limits().has_plenty(&full));
+    let refused = Candidate {
+        load: full,
+        ..target(7, 20, 2)
+    };
+    assert_eq!(case.decide(NOW, refused), None);
+    assert_eq!(case.decide(NOW, target(7, 20, 2)), Some(2));
 }
 
 #[test]

@@ -222,7 +222,8 @@ impl<A: Iterator<Item = Arrival>> Mesh<'_, A> {
         let config = self.nodes[to].batcher.config();
         let what = (it.mode, self.requests[request].id.home, known);
         let limits = &self.settings.moves.limits;
-        let ask = room_for(what, config.context, config.block_size, limits);
+        let waited = self.now.since(self.requests[request].arrived);
+        let ask = room_for(what, (config.context, waited), config.block_size, limits);
         let busy = self.nodes[to].arriving >= self.settings.moves.slots_in;
         let answer = if !same {
             Err(MoveRefusal::Incompatible("another KV".to_owned()))

@@ -227,6 +227,7 @@ impl Node {
                     computed: standing.computed,
                     max_output: self.context - request.prompt,
                     blocks: standing.blocks,
+                    came: standing.came,
                 })
             })
             .collect()

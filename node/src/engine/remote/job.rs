@@ -67,10 +67,11 @@ pub(super) struct RemoteJob {
     pub(super) arriving: bool,
     complete: bool,
     pub(super) over: bool,
+    came: Timestamp,
 }
 
 impl RemoteJob {
-    pub(super) fn new(job: Job, context: Tokens) -> Self {
+    pub(super) fn new(job: Job, context: Tokens, now: Timestamp) -> Self {
         let told = job.prepared.prompt_tokens().0;
         let unread = job.prepared.prompt.is_empty() && !job.body.is_empty();
         let sketch = if unread {
@@ -105,6 +106,7 @@ impl RemoteJob {
             arriving: false,
             complete: false,
             over: false,
+            came: now,
             job,
         };
         new.goes_on_from(new.job.generated.clone(), new.job.spoken.clone());
@@ -291,6 +293,7 @@ impl RemoteJob {
             computed,
             max_output: self.longest_output,
             blocks: block_size.blocks_for(known),
+            came: self.came,
         })
     }
 

@@ -153,7 +153,7 @@ impl MovingEngine for RemoteEngine {
                 param: None,
             });
         }
-        let mut arriving = RemoteJob::new(job, asked.context);
+        let mut arriving = RemoteJob::new(job, asked.context, self.shared.clock.now());
         arriving.arriving = true;
         let entry = self.shared.enter(arriving)?;
         if by_ids {

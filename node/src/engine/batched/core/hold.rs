@@ -27,6 +27,8 @@ pub struct Standing {
     pub hold: Option<Hold>,
     /// Tokens that its next steps compute; one when it decodes.
     pub uncomputed: Tokens,
+    /// When its client asked.
+    pub came: Timestamp,
 }
 
 impl Standing {
@@ -57,6 +59,7 @@ impl Batcher {
             slot,
             hold: sequence.hold,
             uncomputed: Tokens(sequence.uncomputed()),
+            came: sequence.place.arrival().0,
         })
     }
 

@@ -43,6 +43,7 @@ impl Jobs {
             computed: standing.computed,
             max_output: Tokens(job.params.max_tokens),
             blocks: standing.blocks,
+            came: standing.came,
         })
     }
 

@@ -27,7 +27,7 @@ fn job(generated: &[u32], spoken: &[(u32, &str)]) -> RemoteJob {
         spoken: spoken.collect(),
         reservation: None,
     };
-    RemoteJob::new(job, Tokens(1000))
+    RemoteJob::new(job, Tokens(1000), Timestamp::ZERO)
 }
 
 fn said(ids: &[u32], text: &str) -> Said {

@@ -110,6 +110,23 @@ fn the_newest_client_loses_its_kv_first_not_the_newest_arrival() {
 }
 
 #[test]
+fn a_request_that_moves_keeps_its_age() {
+    let mut core = batcher(config(10));
+    let ask = ReserveAsk {
+        waited: Duration::from_secs(30),
+        at_once: true,
+        ..ask(5)
+    };
+    let promise = core.reserve(at(100), ask).expect("room");
+    let spec = SeqSpec {
+        reservation: Some(promise),
+        ..spec(1, 70, 60)
+    };
+    let key = core.arrive(at(100), spec, CopyMode::Kv).expect("promised");
+    assert_eq!(core.standing(key).map(|it| it.came), Some(at(70)));
+}
+
+#[test]
 fn a_home_that_floods_a_node_does_not_shut_the_others_out() {
     let mut core = batcher(BatchConfig {
         queue_limit: 8,
