@@ -257,7 +257,7 @@ pub struct RawDispatch {
         long,
         env = "SHOAL_GRACE_MS",
         value_name = "MS",
-        default_value_t = 1_000
+        default_value_t = 2_500
     )]
     pub grace_ms: u64,
 }
