@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use axum::extract::{Request, State};
 use axum::http::HeaderMap;
-use axum::http::header::AUTHORIZATION;
+use axum::http::header::{AUTHORIZATION, ORIGIN};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use sha2::{Digest, Sha256};
@@ -95,14 +95,21 @@ pub(super) async fn require_key(
     next: Next,
 ) -> Response {
     let path = request.uri().path();
+    if route::is_for_operators(path) && request.headers().contains_key(ORIGIN) {
+        let message =
+            "this changes the mesh, and is for operators' tools: a web page may not ask for it";
+        return ApiError::new(ErrorKind::Forbidden, message.to_owned()).into_response();
+    }
     let (clients, operators) = (api.config.keys.as_ref(), api.config.operators.as_ref());
-    let keys = match route::is_for_operators(path) {
-        true if operators.is_some() => [operators, None],
-        true if !is_local(&request) => {
-            let message = "this changes the mesh: ask from the node's own host, or with a key of --operator-key-file";
-            return ApiError::new(ErrorKind::Forbidden, message.to_owned()).into_response();
-        }
-        true | false => [clients, clients.and(operators)],
+    let keys = if !route::is_for_operators(path) {
+        [clients, clients.and(operators)]
+    } else if operators.is_some() {
+        [operators, None]
+    } else if is_local(&request) {
+        [clients, None]
+    } else {
+        let message = "this changes the mesh: ask from the node's own host, or with a key of --operator-key-file";
+        return ApiError::new(ErrorKind::Forbidden, message.to_owned()).into_response();
     };
     if route::is_open(path) || keys.iter().all(Option::is_none) {
         return next.run(request).await;

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use axum::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use axum::http::header::{CONTENT_ENCODING, CONTENT_TYPE, ORIGIN};
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use shoal_gossip::{NodeId, unix_time};
 
@@ -50,9 +50,9 @@ impl RequestIds {
     }
 }
 
-/// Bodies are JSON as it is. A missing content type is let pass (plain sockets, old scripts); another
-/// one is not: a web page of some other site can send a form or plain text here without asking, but
-/// not JSON.
+/// Bodies are JSON as it is. A missing content type is let pass (plain sockets, old scripts), but not from a browser, which names the
+/// page's origin; another one is not: a web page of some other site can send a form, plain text or a body of no type here
+/// without asking, but not JSON.
 pub(super) fn check_content(headers: &HeaderMap) -> Result<(), ApiError> {
     if let Some(kind) = headers.get(CONTENT_TYPE) {
         let kind = kind.to_str().unwrap_or_default();
@@ -64,6 +64,10 @@ pub(super) fn check_content(headers: &HeaderMap) -> Result<(), ApiError> {
                 "the content-type must be application/json".to_owned(),
             ));
         }
+    } else if headers.contains_key(ORIGIN) {
+        return Err(ApiError::bad_request(
+            "a web page must name the content-type: application/json".to_owned(),
+        ));
     }
     match headers.get(CONTENT_ENCODING) {
         Some(encoding) if encoding != "identity" => Err(ApiError::bad_request(
@@ -125,6 +129,7 @@ mod tests {
             assert!(!with(CONTENT_TYPE, wrong), "{wrong}");
         }
         assert!(check_content(&HeaderMap::new()).is_ok());
+        assert!(!with(ORIGIN, "http://elsewhere.example"));
         assert!(with(CONTENT_ENCODING, "identity"));
         assert!(!with(CONTENT_ENCODING, "gzip"));
     }

@@ -4,15 +4,15 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::body::Bytes;
-use axum::extract::{Path, State};
+use axum::extract::{Path, Request, State};
 use axum::http::StatusCode;
 use axum::response::IntoResponse;
 use serde::{Deserialize, Serialize};
 use shoal_gossip::{NodeId, RequestId};
 use shoal_migrate::CopyManner;
 
-use crate::api::Api;
 use crate::api::error::{ApiError, ErrorKind};
+use crate::api::{Api, body, headers};
 use crate::engine::moving::JobPhase;
 use crate::frontend::{DrainAnswer, RequestRow};
 use crate::mesh::messages::{MoveAnswer, MoveReport};
@@ -108,9 +108,10 @@ impl From<MoveReport> for MovedBody {
 pub(super) async fn migrate(
     State(api): State<Arc<Api>>,
     Path(id): Path<String>,
-    body: Bytes,
+    wish: Request,
 ) -> Result<impl IntoResponse, ApiError> {
     let request: RequestId = id.parse().map_err(|error| wrong(&error).blaming("id"))?;
+    let body = body_of(wish, &api).await?;
     let body: MigrateBody = serde_json::from_slice(&body).map_err(|error| {
         ApiError::bad_request(format!("the body must be {{\"to\": \"<node>\"}}: {error}"))
     })?;
@@ -151,8 +152,9 @@ struct DrainingBody {
 /// Has a node hand over what it has, and stop. Answers as soon as that has begun.
 pub(super) async fn drain(
     State(api): State<Arc<Api>>,
-    body: Bytes,
+    wish: Request,
 ) -> Result<impl IntoResponse, ApiError> {
+    let body = body_of(wish, &api).await?;
     let body: DrainBody = match body.trim_ascii() {
         [] => DrainBody::default(),
         text => serde_json::from_slice(text).map_err(|error| {
@@ -183,6 +185,13 @@ pub(super) async fn drain(
             Err(ApiError::new(ErrorKind::Unavailable, message))
         }
     }
+}
+
+/// The body of an operator's wish, bounded in length and time as a client's is.
+async fn body_of(wish: Request, api: &Api) -> Result<Bytes, ApiError> {
+    headers::check_content(wish.headers())?;
+    let (head, body) = wish.into_parts();
+    body::read(&head.headers, body, &api.config).await
 }
 
 fn wrong(error: &dyn std::fmt::Display) -> ApiError {

@@ -1,5 +1,7 @@
 //! The list of requests, and moving one by hand.
 
+use std::time::Duration;
+
 use serde_json::json;
 
 use shoal_gossip::NodeId;
@@ -92,6 +94,25 @@ async fn a_node_is_drained_by_name_or_is_the_one_that_is_asked() {
         let answer = server.ask(&drain(body.clone())).await;
         assert_eq!(answer.status, status, "{body}");
         assert!(answer.json()["error"]["message"].is_string());
+    }
+}
+
+#[tokio::test]
+async fn no_web_page_changes_the_mesh_and_half_a_wish_is_not_waited_for() {
+    let config = ApiConfig {
+        body_timeout: Duration::from_millis(50),
+        ..ApiConfig::default()
+    };
+    let server = Server::start(config).await;
+    let moved = migrate(&MOVABLE.to_string(), &THIS.to_string());
+    for wish in [post("/mesh/drain", "{}"), moved] {
+        let page = wish.replace("host: x", "host: x\r\norigin: http://elsewhere.example");
+        assert_eq!(server.ask(&page).await.status, 403);
+        let form = wish.replace("application/json", "text/plain");
+        assert_eq!(server.ask(&form).await.status, 400);
+        let mut client = server.connect().await;
+        client.send(&wish[..wish.len() - 1]).await;
+        assert_eq!(client.answer().await.status, 408);
     }
 }
 
