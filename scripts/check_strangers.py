@@ -17,7 +17,8 @@ import stranger_gossip
 import stranger_http
 import stranger_http2
 from mesh_nodes import Failure, conclude, note
-from stranger_mesh import READY_WITHIN, Mesh, Seen, StrangeNodes, raise_file_limit
+from process_usage import raise_file_limit
+from stranger_mesh import READY_WITHIN, Mesh, Seen, StrangeNodes
 
 try:
     import stranger_quic

@@ -26,13 +26,6 @@ CALM_WITHIN = 60
 SPARE_HANDLES, SPARE_THREADS = 3, 2
 
 
-def raise_file_limit():
-    """As many open files as this process may have; the nodes inherit it. Returns how many."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return most
-
-
 class Place(NamedTuple):
     """Where a node listens that is not on loopback."""
 

@@ -6,6 +6,7 @@
 pub mod bulk;
 pub mod codec;
 pub mod control;
+mod door;
 mod members;
 pub mod memory;
 pub mod messages;

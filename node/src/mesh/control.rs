@@ -1,7 +1,7 @@
 //! The control plane: questions and answers between nodes, over libp2p.
 //!
-//! libp2p is here for one reason: *who are you, how do I reach you, let's negotiate*. QUIC transport with
-//! the node's Ed25519 identity, request-response with our codec, identify, ping for round-trip times,
+//! libp2p is here for one reason: *who are you, how do I reach you, let's negotiate*. Its QUIC with
+//! the node's Ed25519 identity, over a transport of our own (`control/quic.rs`), request-response with our codec, identify, ping for round-trip times,
 //! connection limits, and a guest list that is exactly the identities that current gossip records name.
 //! It owns no liveness and discovers nobody, except that mDNS, by flag, proposes seeds to the gossip.
 //!
@@ -12,6 +12,8 @@
 
 mod behaviour;
 mod counters;
+mod muxer;
+mod quic;
 mod swarm;
 
 use std::ffi::OsStr;
@@ -137,7 +139,7 @@ impl ControlNode {
         let stop = CancellationToken::new();
         let (commands, inbox) = mpsc::channel(COMMANDS);
         let (found, discovered) = mpsc::channel(DISCOVERIES);
-        let mut swarm = behaviour::swarm(&config, keypair, Arc::clone(&counters))?;
+        let mut swarm = behaviour::swarm(&config, keypair, members.clone(), Arc::clone(&counters))?;
         let local = swarm::listen(&mut swarm, config.listen).await?;
         let driver = swarm::Driver::new(swarm::Parts {
             swarm,

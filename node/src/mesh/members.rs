@@ -60,10 +60,15 @@ impl Members {
         (self.find(node)?.peer == *peer).then_some(node)
     }
 
+    /// The newest view.
+    pub(crate) fn view(&self) -> Arc<ClusterView> {
+        Arc::clone(&self.view.borrow())
+    }
+
     /// What every node says of itself, by name. Not yet checked: see [`Member::of`].
     pub(crate) fn records(&self) -> Vec<Arc<NodeFacts>> {
-        let view = Arc::clone(&self.view.borrow());
-        view.rows()
+        self.view()
+            .rows()
             .iter()
             .map(|row| Arc::clone(&row.facts))
             .collect()

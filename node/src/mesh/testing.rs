@@ -1,14 +1,17 @@
 //! Real planes on loopback with views made by hand, for the tests of this module.
 
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use quinn::{ClientConfig, Endpoint};
 use shoal_gossip::{
     BlockSize, ClusterView, Epoch, Incarnation, LoadSummary, NodeFacts, NodeId, NodeRow, RequestId,
     Role, Timestamp,
 };
 use shoal_migrate::{ClaimAnswer, MoveRefusal, ProposalAnswer};
+use tokio::net::UdpSocket;
 use tokio::sync::{mpsc, watch};
 
 use crate::engine::answer::Wire;
@@ -17,6 +20,7 @@ use crate::engine::work::{Prepared, Priority, RequestKind, SamplingParams};
 use crate::engine::{Finish, FinishReason, TokenBatch};
 use crate::identity::Identity;
 use crate::mesh::messages::{Answer, Ask, Frame, FrameBody, MoveAnswer, Open, PROTOCOL, Submit};
+use crate::mesh::tls::PeerTls;
 use crate::mesh::{Answered, ControlHandler, StreamHandler};
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
@@ -31,11 +35,59 @@ pub(crate) async fn until(what: &str, mut probe: impl FnMut() -> bool) {
     assert!(waited.await.is_ok(), "{what} did not come about");
 }
 
-pub(crate) fn facts(
-    identity: &Identity,
-    control: std::net::SocketAddr,
-    stream: std::net::SocketAddr,
-) -> NodeFacts {
+/// First packets of so many connections that go no further: nobody answers where they are sent.
+pub(crate) async fn first_packets(count: usize, alpn: &[u8]) -> Vec<Vec<u8>> {
+    let silent = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+    let (caller, nobody) = (Identity::ephemeral(), Identity::ephemeral());
+    let tls = PeerTls::new(caller.keypair()).unwrap();
+    let tls = tls.client(alpn, nobody.peer_id()).unwrap();
+    let config = ClientConfig::new(Arc::new(tls));
+    let endpoint = Endpoint::client(([127, 0, 0, 1], 0).into()).unwrap();
+    let mut packets: Vec<Vec<u8>> = Vec::new();
+    for _ in 0..count {
+        let to = silent.local_addr().unwrap();
+        let _connecting = endpoint.connect_with(config.clone(), to, "any").unwrap();
+        loop {
+            let mut packet = vec![0; 2_048];
+            let length = silent.recv(&mut packet).await.unwrap();
+            packet.truncate(length);
+            // What comes under ids that were there before is the rest of an earlier connection.
+            if !packets.iter().any(|other| ids(other) == ids(&packet)) {
+                packets.push(packet);
+                break;
+            }
+        }
+    }
+    packets
+}
+
+/// Sends a first packet; whether it is asked to come again with a proof of its address, as it should be if nothing is to be
+/// kept of it.
+pub(crate) async fn is_asked_to_prove(from: &UdpSocket, packet: &[u8], to: SocketAddr) -> bool {
+    from.send_to(packet, to).await.unwrap();
+    let answer = async {
+        let mut answer = [0; 2_048];
+        loop {
+            let length = from.recv(&mut answer).await.unwrap();
+            // Answers to earlier packets may be repeated meanwhile.
+            if length > 6 && answer[0] & 0x80 != 0 && ids(&answer).0 == ids(packet).1 {
+                // The type of a long header (RFC 9000, 17.2.5): a retry.
+                return answer[0] >> 4 & 3 == 3;
+            }
+        }
+    };
+    tokio::time::timeout(PATIENCE, answer).await.unwrap()
+}
+
+/// Receiver's and sender's connection id of a packet with a long header (RFC 9000, 17.2).
+fn ids(packet: &[u8]) -> (&[u8], &[u8]) {
+    let (length, rest) = packet[5..].split_first().unwrap();
+    let (to, rest) = rest.split_at((*length).into());
+    let (length, rest) = rest.split_first().unwrap();
+    (to, &rest[..(*length).into()])
+}
+
+pub(crate) fn facts(identity: &Identity, control: SocketAddr, stream: SocketAddr) -> NodeFacts {
     NodeFacts {
         node: identity.node_id(),
         incarnation: Incarnation(1),

@@ -5,14 +5,17 @@ use std::time::Duration;
 
 use libp2p::allow_block_list::{self, AllowedPeers};
 use libp2p::connection_limits::{self, ConnectionLimits};
+use libp2p::core::muxing::StreamMuxerBox;
 use libp2p::identity::Keypair;
 use libp2p::request_response::{self, ProtocolSupport};
 use libp2p::swarm::NetworkBehaviour;
 use libp2p::swarm::behaviour::toggle::Toggle;
-use libp2p::{Swarm, SwarmBuilder, identify, mdns, ping};
+use libp2p::{Swarm, Transport, identify, mdns, ping, swarm};
 
 use crate::mesh::codec::control::{CONTROL_PROTOCOL, ControlCodec};
+use crate::mesh::control::quic::Quic;
 use crate::mesh::control::{ControlConfig, ControlCounters, ControlStartError};
+use crate::mesh::members::Members;
 
 /// Longest an exchange may take, whatever its asker's deadline: the longest `--offer-timeout-ms`.
 pub(super) const EXCHANGE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -20,10 +23,6 @@ pub(super) const EXCHANGE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Exchanges on one connection at once. A home offers one request at a time to a host per client, and
 /// `--max-requests` clients may do so at once; beyond this they wait for each other.
 pub(super) const STREAMS_PER_CONNECTION: usize = 512;
-
-/// Connections that may be in their handshake from outside. A flood of them is refused early, before
-/// it costs a signature each.
-const PENDING_INCOMING: u32 = 128;
 
 /// Connections in all: two for each node of the largest mesh (both sides may dial at once).
 const ESTABLISHED: u32 = 8_000;
@@ -34,10 +33,6 @@ const ESTABLISHED_PER_PEER: u32 = 3;
 /// A connection that carries nothing is closed after this. Redialling costs a handshake (about 2 ms
 /// of processor time); keeping one open costs about 180 KB.
 const IDLE: Duration = Duration::from_secs(60);
-
-/// A peer that does not answer QUIC's keep-alives is given up after this, so that asking it again
-/// dials anew. Death itself is the state plane's to tell.
-const MAX_IDLE_MS: u32 = 4_000;
 
 /// Time between round-trip measurements on an open connection.
 const PING_INTERVAL: Duration = Duration::from_secs(5);
@@ -57,6 +52,7 @@ pub(super) struct Behaviour {
 pub(super) fn swarm(
     config: &ControlConfig,
     keypair: &Keypair,
+    members: Members,
     counters: Arc<ControlCounters>,
 ) -> Result<Swarm<Behaviour>, ControlStartError> {
     let setup = |error: &dyn std::fmt::Display| ControlStartError::Setup(error.to_string());
@@ -67,8 +63,8 @@ pub(super) fn swarm(
     } else {
         None
     };
+    // Handshakes from outside are bounded by the transport's door, before they cost anything.
     let limits = ConnectionLimits::default()
-        .with_max_pending_incoming(Some(PENDING_INCOMING))
         .with_max_established(Some(ESTABLISHED))
         .with_max_established_per_peer(Some(ESTABLISHED_PER_PEER));
     let exchange = request_response::Config::default()
@@ -78,7 +74,7 @@ pub(super) fn swarm(
         allowed: allow_block_list::Behaviour::default(),
         limits: connection_limits::Behaviour::new(limits),
         exchange: request_response::Behaviour::with_codec(
-            ControlCodec::new(counters),
+            ControlCodec::new(Arc::clone(&counters)),
             [(CONTROL_PROTOCOL, ProtocolSupport::Full)],
             exchange,
         ),
@@ -92,15 +88,12 @@ pub(super) fn swarm(
         ping: ping::Behaviour::new(ping::Config::new().with_interval(PING_INTERVAL)),
         mdns: mdns.into(),
     };
-    Ok(SwarmBuilder::with_existing_identity(keypair.clone())
-        .with_tokio()
-        .with_quic_config(|mut quic| {
-            quic.max_idle_timeout = MAX_IDLE_MS;
-            quic.keep_alive_interval = Duration::from_millis(u64::from(MAX_IDLE_MS) / 4);
-            quic
-        })
-        .with_behaviour(|_| behaviour)
-        .map_err(|error| setup(&error))?
-        .with_swarm_config(|swarm| swarm.with_idle_connection_timeout(IDLE))
-        .build())
+    let transport = Quic::new(keypair, members, counters).map_err(|error| setup(&error))?;
+    let transport = transport.map(|(peer, muxer), _| (peer, StreamMuxerBox::new(muxer)));
+    Ok(Swarm::new(
+        transport.boxed(),
+        behaviour,
+        peer,
+        swarm::Config::with_tokio_executor().with_idle_connection_timeout(IDLE),
+    ))
 }

@@ -372,14 +372,20 @@ pub(super) fn multiaddr(address: SocketAddr) -> Multiaddr {
 }
 
 pub(super) fn socket_address(address: &Multiaddr) -> Option<SocketAddr> {
-    let (mut ip, mut port) = (None, None);
+    Some(peer_address(address)?.0)
+}
+
+/// Where an address leads, and to whom, if it says so.
+pub(super) fn peer_address(address: &Multiaddr) -> Option<(SocketAddr, Option<PeerId>)> {
+    let (mut ip, mut port, mut peer) = (None, None, None);
     for part in address {
         match part {
             Protocol::Ip4(four) => ip = Some(IpAddr::V4(four)),
             Protocol::Ip6(six) => ip = Some(IpAddr::V6(six)),
             Protocol::Udp(udp) => port = Some(udp),
+            Protocol::P2p(id) => peer = Some(id),
             _ => {}
         }
     }
-    Some((ip?, port?).into())
+    Some(((ip?, port?).into(), peer))
 }

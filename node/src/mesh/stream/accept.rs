@@ -1,7 +1,7 @@
 //! The host's side: admit connections, read submissions, write frames. Connections for bulk go to its receiver.
+//! Who may begin a handshake is the door's to say: [`crate::mesh::door`].
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use quinn::{Connection, Endpoint, Incoming, RecvStream, SendStream};
 use shoal_gossip::NodeId;
@@ -15,6 +15,7 @@ use tracing::{debug, trace};
 use crate::mesh::StreamHandler;
 use crate::mesh::bulk;
 use crate::mesh::codec::{CodecError, FrameReader, encode_frame};
+use crate::mesh::door::{Doorkeeper, HANDSHAKE_PATIENCE, Place};
 use crate::mesh::members::Members;
 use crate::mesh::messages::{Frame, MAX_FRAME_BYTES, MAX_SUBMIT_BYTES, Open};
 use crate::mesh::stream::{CODE_CLOSING, CODE_NOT_A_MEMBER, FRAMES, GREETING, SUBMIT_PATIENCE};
@@ -23,12 +24,6 @@ use crate::mesh::tls::{BULK_ALPN, alpn_of, peer_of};
 /// Connections from outside, handshakes included: one from each node of the largest mesh, and as many
 /// again that are being replaced. Beyond it they are refused at their first packet.
 const CONNECTIONS: usize = 8_000;
-
-/// Handshakes at once. Each costs about a millisecond; strangers can make no more work than this.
-const HANDSHAKES: usize = 128;
-
-/// How long a handshake may take.
-const HANDSHAKE_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Kibibytes of submissions that may be read at once, over all peers: ten of the longest, or thousands
 /// of the usual. Beyond it they wait their turn, in their sender's memory.
@@ -46,7 +41,8 @@ pub(super) struct Acceptor {
 impl Acceptor {
     pub(super) async fn run(self) {
         let connections = Arc::new(Semaphore::new(CONNECTIONS));
-        let handshakes = Arc::new(Semaphore::new(HANDSHAKES));
+        // Streams and bulk are dialled from the endpoint that serves them.
+        let mut door = Doorkeeper::new(self.members.clone(), |facts| facts.stream);
         let room = Arc::new(Semaphore::new(SUBMIT_KIB));
         loop {
             let incoming = tokio::select! {
@@ -55,20 +51,12 @@ impl Acceptor {
                 incoming = self.endpoint.accept() => incoming,
             };
             let Some(incoming) = incoming else { return };
-            // With many handshakes at once, addresses may be forged: let each prove its own first.
-            if handshakes.available_permits() < HANDSHAKES / 2 && incoming.may_retry() {
-                if let Err(error) = incoming.retry() {
-                    trace!(%error, "a retry could not be asked for");
-                }
-                continue;
-            }
-            let places = (
-                Arc::clone(&connections).try_acquire_owned(),
-                Arc::clone(&handshakes).try_acquire_owned(),
-            );
-            let (Ok(connection), Ok(handshake)) = places else {
+            let Ok(connection) = Arc::clone(&connections).try_acquire_owned() else {
                 trace!("too many connections; one is refused");
                 incoming.refuse();
+                continue;
+            };
+            let Ok((incoming, place)) = door.meet(incoming) else {
                 continue;
             };
             let host = Host {
@@ -79,8 +67,7 @@ impl Acceptor {
                 stop: self.stop.clone(),
                 tasks: self.tasks.clone(),
             };
-            self.tasks
-                .spawn(host.welcome(incoming, connection, handshake));
+            self.tasks.spawn(host.welcome(incoming, connection, place));
         }
     }
 }
@@ -98,14 +85,13 @@ struct Host {
 }
 
 impl Host {
-    async fn welcome(
-        self,
-        incoming: Incoming,
-        _place: OwnedSemaphorePermit,
-        handshake: OwnedSemaphorePermit,
-    ) {
+    async fn welcome(self, incoming: Incoming, _connection: OwnedSemaphorePermit, place: Place) {
         let admitted = timeout(HANDSHAKE_PATIENCE, self.admit(incoming)).await;
-        drop(handshake);
+        if let Ok(Ok(_)) = &admitted {
+            place.welcome();
+        } else {
+            drop(place);
+        }
         match admitted {
             Ok(Ok((connection, node))) if is_bulk(&connection) => {
                 self.serve_bulk(connection, node).await;

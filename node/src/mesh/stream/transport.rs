@@ -7,6 +7,7 @@ use quinn::crypto::rustls::QuicServerConfig;
 use quinn::{IdleTimeout, ServerConfig, TransportConfig, VarInt};
 
 use crate::mesh::bulk;
+use crate::mesh::door::bound_incoming;
 use crate::mesh::socket::STREAM_MTU;
 
 /// A peer from which nothing comes for this long is lost, and its streams fail. As long as a node that gossip misses keeps
@@ -43,9 +44,6 @@ const SUBMIT_WINDOW: u32 = 8 * 1024 * 1024;
 /// Bytes a sender keeps until they are acknowledged: 80 ms of a 100 MB/s path.
 const UNACKNOWLEDGED: u64 = 8 * 1024 * 1024;
 
-/// Handshakes that may wait to be looked at; the acceptor looks at each within microseconds.
-const INCOMING: usize = 1_024;
-
 /// What all connections have in common. `mtu` is the longest packet that is tried.
 pub(in crate::mesh) fn transport(mtu: u16) -> TransportConfig {
     let mut transport = TransportConfig::default();
@@ -72,9 +70,9 @@ pub(super) fn server_config(tls: QuicServerConfig) -> ServerConfig {
     let mut config = ServerConfig::with_crypto(Arc::new(tls));
     config
         .transport_config(Arc::new(transport))
-        .max_incoming(INCOMING)
         // Nodes have fixed addresses; one that moves comes back in a new life.
         .migration(false);
+    bound_incoming(&mut config);
     config
 }
 

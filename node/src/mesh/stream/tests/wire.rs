@@ -8,13 +8,24 @@ use tokio_util::sync::CancellationToken;
 
 use super::*;
 use crate::mesh::codec::encode_frame;
+use crate::mesh::door::NEIGHBOURS;
 use crate::mesh::messages::MAX_SUBMIT_BYTES;
+use crate::mesh::testing::{first_packets, is_asked_to_prove};
 
 /// A connection to `host` in the name of `identity`, greeted or refused.
 async fn connect(identity: &Identity, host: &Peer, alpn: &[u8]) -> Result<Connection, String> {
+    connect_from([127, 0, 0, 1], identity, host, alpn).await
+}
+
+async fn connect_from(
+    from: [u8; 4],
+    identity: &Identity,
+    host: &Peer,
+    alpn: &[u8],
+) -> Result<Connection, String> {
     let tls = PeerTls::new(identity.keypair()).unwrap();
     let tls = tls.client(alpn, host.identity.peer_id()).unwrap();
-    let endpoint = Endpoint::client(([127, 0, 0, 1], 0).into()).unwrap();
+    let endpoint = Endpoint::client((from, 0).into()).unwrap();
     let config = ClientConfig::new(Arc::new(tls));
     let to = host.node.local_addr().unwrap();
     let text = |error: &dyn std::fmt::Display| error.to_string();
@@ -74,6 +85,58 @@ async fn strangers_and_other_protocols_get_no_greeting() {
         "{expelled}"
     );
     assert!(connect(&home.identity, &host, STREAM_ALPN).await.is_err());
+}
+
+#[tokio::test]
+async fn first_packets_of_strangers_leave_nothing_and_nodes_come_in_beside_them() {
+    let (home, host) = pair();
+    let to = host.node.local_addr().unwrap();
+    let packets = first_packets(2 * NEIGHBOURS, STREAM_ALPN).await;
+
+    // Another address of this machine, which no record names.
+    let stranger = tokio::net::UdpSocket::bind("127.0.0.2:0").await.unwrap();
+    for packet in &packets {
+        assert!(is_asked_to_prove(&stranger, packet, to).await);
+    }
+    assert_eq!(host.node.endpoint.open_connections(), 0);
+
+    let neighbour = tokio::net::UdpSocket::bind("127.0.0.1:0").await.unwrap();
+    let mut begun = 0;
+    for packet in &packets {
+        begun += usize::from(!is_asked_to_prove(&neighbour, packet, to).await);
+    }
+    assert_eq!(begun, NEIGHBOURS / 2);
+    assert_eq!(host.node.endpoint.open_connections(), NEIGHBOURS / 2);
+
+    // The node dials from the port that its record names.
+    let mut frames = home.open(&host, 1).await.unwrap();
+    next(&mut frames).await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn whoever_proves_an_address_takes_the_places_of_its_kind_only() {
+    let (home, host) = pair();
+    // From an address that no record names, then from the host of a node.
+    crowd_out([127, 0, 0, 2], &host).await;
+    connect(&home.identity, &host, STREAM_ALPN).await.unwrap();
+    crowd_out([127, 0, 0, 1], &host).await;
+    // The node dials from the port that its record names.
+    let mut frames = home.open(&host, 1).await.unwrap();
+    next(&mut frames).await.unwrap().unwrap();
+}
+
+/// Takes the places of an address: each stranger is turned away for who it is, until no place is left.
+async fn crowd_out(from: [u8; 4], host: &Peer) {
+    let mut error = String::new();
+    for _ in 0..1_000 {
+        let stranger = Identity::ephemeral();
+        let refused = connect_from(from, &stranger, host, STREAM_ALPN).await;
+        error = refused.unwrap_err();
+        if error.contains("refused to accept") {
+            return;
+        }
+    }
+    panic!("nobody was refused at the door: {error}");
 }
 
 #[tokio::test]
