@@ -161,44 +161,54 @@ async def web_page(mesh):
     return Seen("; ".join(told), faults)
 
 
-async def press_in(port, writers):
+async def press_in(port, crowd):
     """Opens connections that say nothing, one after the other; some are answered by the kernel alone."""
     for _ in range(CROWD):
         with contextlib.suppress(OSError, asyncio.TimeoutError):
-            writers.append((await asyncio.wait_for(asyncio.open_connection("127.0.0.1", port), CROWD_CONNECT))[1])
+            crowd.append(await asyncio.wait_for(asyncio.open_connection("127.0.0.1", port), CROWD_CONNECT))
+
+
+async def is_told(reader):
+    """Whether a connection is told that it is one too many, by now."""
+    with contextlib.suppress(OSError, asyncio.TimeoutError):
+        return b" 503 " in await asyncio.wait_for(reader.readline(), 1)
+    return False
 
 
 async def few_files(mesh):
     """More connections than the node's process may open files."""
     nodes = mesh.nodes
     node = nodes.alone("crowded", "--model-id", MODEL, "--header-timeout-ms", str(round(HEADER_TIMEOUT * 1000)), files=FILES)
-    writers, asked, answers, handles = [], 0, 0, 0
+    pressed, told, asked, answers, handles = [], 0, 0, 0, 0
     try:
         await nodes.started(node)
         # One who is connected before is served through all of it.
         reader, writer = await asyncio.open_connection("127.0.0.1", node.http)
-        crowd = asyncio.create_task(press_in(node.http, writers))
+        crowd = asyncio.create_task(press_in(node.http, pressed))
         while not crowd.done():
             asked += 1
             writer.write(get("/health"))
             answers += b" 200 " in await asyncio.wait_for(reader.readuntil(b"}"), 10)
             handles = max(handles, usage(node.process.pid).handles)
             await asyncio.wait({crowd}, timeout=0.2)
+        told = sum(await asyncio.gather(*(is_told(one) for one, _ in pressed)))
         writer.close()
-        for one in writers:
+        for _, one in pressed:
             one.close()
         freed = await served_again(node.http)
     except EOFError:
         return Seen(f"{FILES} files: one who was there got {answers} of {asked} answers", ["one who was there was hung up on"])
     finally:
-        for one in writers:
+        for _, one in pressed:
             one.close()
         await nodes.end(node)
     warned = sum("could not be accepted" in line for line in node.log.read_text(errors="replace").splitlines())
     faults = [] if answers == asked else [f"one who was there got {answers} of {asked} answers"]
     if freed > HEADER_TIMEOUT + SLACK:
         faults.append(f"a new client was served {freed:.1f} s after the end only")
+    if not told:
+        faults.append("none of those too many was told so")
     if warned > WARNINGS:
         faults.append(f"the log has {warned} lines about connections that could not be accepted")
-    return Seen(f"{FILES} files, {len(writers):,} of {CROWD:,} connections came through, {handles} handles at most; one who was there got "
-                f"{answers} of {asked} answers, a new client was served {freed:.1f} s after the end, {warned} warnings", faults)
+    return Seen(f"{FILES} files, {len(pressed):,} of {CROWD:,} connections came through, {told:,} were told 503, {handles} handles at most; "
+                f"one who was there got {answers} of {asked} answers, a new client was served {freed:.1f} s after the end, {warned} warnings", faults)

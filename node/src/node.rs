@@ -9,6 +9,7 @@
 
 mod addresses;
 mod engine;
+mod files;
 mod front;
 mod reports;
 mod run;

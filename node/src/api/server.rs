@@ -1,8 +1,10 @@
 //! Connections: accepting, TLS, HTTP/1.1 and HTTP/2, and the way down.
 
 mod activity;
+mod rarely;
 
 use std::convert::Infallible;
+use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,6 +28,7 @@ use tokio_util::task::TaskTracker;
 use tower::ServiceExt;
 
 use self::activity::{Activity, idle};
+use self::rarely::Rarely;
 use crate::api::body::Held;
 use crate::api::{Api, ApiConfig, Backend, router};
 use crate::metrics::Metrics;
@@ -46,6 +49,10 @@ const PING: Duration = Duration::from_secs(20);
 /// Pause after an accept that failed, for want of file descriptors as a rule.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
+/// Time after the stop in which clients that were quicker may still bring their request, to be told that the node stops. A
+/// connection that is closed with bytes unread is reset, and its client cannot know what became of its request.
+const LAST_CALLS: Duration = Duration::from_millis(250);
+
 /// Time to write the last words of streams that were cut.
 const CUT_GRACE: Duration = Duration::from_secs(1);
 
@@ -63,7 +70,8 @@ fn too_many() -> String {
 /// The two steps of the way down. Both tokens may be shared with other parts of the node.
 #[derive(Clone, Debug)]
 pub struct Shutdown {
-    /// No new connections; open ones end after their present answer.
+    /// No new connections but those that came before; open ones end after their present answer, and those that have none
+    /// may bring one more request within a moment.
     pub stop: CancellationToken,
     /// Running answers end now: streams with an error frame, others with 503. Cancel it when the time
     /// for streams to finish is over.
@@ -104,21 +112,14 @@ pub async fn serve(listener: TcpListener, config: ApiConfig, backend: Backend, s
         metrics: Arc::clone(&api.metrics),
     });
     let mut connections = JoinSet::new();
-    loop {
-        tokio::select! {
-            biased;
-            () = shutdown.stop.cancelled() => break,
-            Some(ended) = connections.join_next() => report(ended),
-            accepted = listener.accept() => match accepted {
-                Ok((socket, peer)) => shared.admit(socket, peer, &mut connections),
-                Err(error) => {
-                    tracing::warn!(%error, "a connection could not be accepted");
-                    sleep(ACCEPT_PAUSE).await;
-                }
-            },
-        }
+    let stopped = async {
+        shutdown.stop.cancelled().await;
+        sleep(LAST_CALLS).await;
+    };
+    shared.accept(&listener, &mut connections, stopped).await;
+    if let Err(error) = shared.accept_waiting(listener, &mut connections) {
+        tracing::debug!(%error, "the last connections were not accepted");
     }
-    drop(listener);
     tasks.close();
     api.streams.close();
     let rest = async {
@@ -209,6 +210,50 @@ impl Drop for Place {
 }
 
 impl Shared {
+    async fn accept(
+        self: &Arc<Self>,
+        listener: &TcpListener,
+        connections: &mut JoinSet<()>,
+        end: impl Future<Output = ()>,
+    ) {
+        tokio::pin!(end);
+        let mut failures = Rarely::new();
+        loop {
+            tokio::select! {
+                biased;
+                () = &mut end => return,
+                Some(ended) = connections.join_next() => report(ended),
+                accepted = listener.accept() => match accepted {
+                    Ok((socket, peer)) => self.admit(socket, peer, connections),
+                    Err(error) => {
+                        if let Some(times) = failures.say() {
+                            tracing::warn!(%error, times, "a connection could not be accepted");
+                        }
+                        sleep(ACCEPT_PAUSE).await;
+                    }
+                },
+            }
+        }
+    }
+
+    /// Takes what the kernel holds, and closes the listener: what it holds then is reset.
+    fn accept_waiting(
+        self: &Arc<Self>,
+        listener: TcpListener,
+        connections: &mut JoinSet<()>,
+    ) -> io::Result<()> {
+        // Without the runtime, which may not have heard of the newest yet.
+        let listener = listener.into_std()?;
+        loop {
+            let (socket, peer) = match listener.accept() {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                accepted => accepted?,
+            };
+            socket.set_nonblocking(true)?;
+            self.admit(TcpStream::from_std(socket)?, peer, connections);
+        }
+    }
+
     fn admit(self: &Arc<Self>, socket: TcpStream, peer: SocketAddr, into: &mut JoinSet<()>) {
         let Ok(permit) = Arc::clone(&self.places).try_acquire_owned() else {
             self.metrics.rejected("connections");
@@ -273,6 +318,13 @@ impl Shared {
             biased;
             () = self.stop.cancelled() => {}
             () = close.cancelled() => return Err("the client took nothing for too long".into()),
+            () = &mut idle => return Ok(()),
+            ended = connection.as_mut() => return ended,
+        }
+        tokio::select! {
+            biased;
+            () = close.cancelled() => return Err("the client took nothing for too long".into()),
+            () = sleep(LAST_CALLS) => {}
             () = &mut idle => return Ok(()),
             ended = connection.as_mut() => return ended,
         }

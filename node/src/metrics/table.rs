@@ -166,7 +166,7 @@ table! {
     GOSSIP = "shoal_gossip_datagrams_total" Counter, ["direction"],
         "Gossip datagrams sent and accepted.";
     GOSSIP_DROPPED = "shoal_gossip_dropped_total" Counter, ["reason"],
-        "Gossip datagrams dropped, by reason.";
+        "Gossip datagrams dropped, by reason; overrun ones came faster than they were taken.";
     VIEW_NODES = "shoal_view_nodes" Gauge, ["readiness"],
         "Nodes in this node's view, by what they say of themselves.";
     VIEW_AGE_MAX = "shoal_view_age_max_seconds" Gauge, [],

@@ -13,6 +13,7 @@ use crate::engine::Engine;
 use crate::knowledge::Knowledge;
 use crate::load::LoadSource;
 use crate::mesh::control::ControlNode;
+use crate::mesh::socket::GossipSocket;
 use crate::metrics::Metrics;
 use crate::moves::Moves;
 
@@ -70,7 +71,7 @@ pub(super) async fn publish_load(
 pub(super) async fn keep_metrics(
     metrics: Arc<Metrics>,
     knowledge: Arc<Knowledge>,
-    gossip: Arc<Gossip>,
+    (gossip, socket): (Arc<Gossip>, Arc<GossipSocket>),
     stop: CancellationToken,
 ) {
     let mut tick = interval(METRICS_UPKEEP);
@@ -82,12 +83,13 @@ pub(super) async fn keep_metrics(
             _ = tick.tick() => {}
         }
         metrics.show_view(&knowledge.view(), knowledge.now());
-        show_gossip(&metrics, &gossip.stats());
+        show_gossip(&metrics, &gossip.stats(), socket.dropped());
         metrics.upkeep();
     }
 }
 
-fn show_gossip(metrics: &Metrics, stats: &GossipStats) {
+/// `overrun` are the datagrams that arrived faster than they were taken; gossip never saw them.
+fn show_gossip(metrics: &Metrics, stats: &GossipStats, overrun: u64) {
     metrics.gossip_datagrams("sent", stats.datagrams_out);
     metrics.gossip_datagrams("received", stats.datagrams_in);
     let dropped = [
@@ -102,6 +104,7 @@ fn show_gossip(metrics: &Metrics, stats: &GossipStats) {
         ("malformed", stats.dropped_malformed),
         ("unsent_oversized", stats.unsent_oversized),
         ("unsent_refused", stats.unsent_refused),
+        ("overrun", overrun),
     ];
     for (reason, so_far) in dropped {
         metrics.gossip_dropped(reason, so_far);
@@ -217,6 +220,28 @@ pub(super) async fn watch_health(
         // A full channel holds a reason to end already.
         if fatal.try_send(reason).is_err() {
             return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shoal_gossip::NodeId;
+
+    use super::*;
+
+    #[test]
+    fn every_way_to_lose_a_datagram_is_shown() {
+        let metrics = Metrics::new(NodeId(1), "9");
+        let stats = GossipStats {
+            dropped_replayed: 3,
+            ..GossipStats::default()
+        };
+        show_gossip(&metrics, &stats, 7);
+        let page = metrics.render();
+        for (reason, count) in [("replayed", 3), ("overrun", 7), ("senders", 0)] {
+            let shown = page.contains(&format!("reason=\"{reason}\"}} {count}\n"));
+            assert!(shown, "{reason}: {page}");
         }
     }
 }

@@ -27,13 +27,13 @@ use crate::load::LoadSource;
 use crate::mesh::bulk::Bulk;
 use crate::mesh::control::{ControlConfig, ControlNode, ControlStartError};
 use crate::mesh::messages::PROTOCOL;
-use crate::mesh::socket::SharedSocket;
+use crate::mesh::socket::{GossipSocket, SharedSocket};
 use crate::mesh::stream::{Serving, StreamNode};
 use crate::metrics::Metrics;
 use crate::moves::{MoveParts, Moves, keep_rescheduling};
 use crate::node::addresses::Advertised;
 use crate::node::front::Front;
-use crate::node::{Node, StartError, Stop, engine, reports, settings};
+use crate::node::{Node, StartError, Stop, engine, files, reports, settings};
 
 /// What is known before any plane runs.
 struct Base {
@@ -49,7 +49,8 @@ struct Base {
 
 pub(super) async fn start(config: NodeConfig) -> Result<Node, StartError> {
     let keys = settings::cluster_keys(&config.mesh)?;
-    let api = settings::api_config(&config)?;
+    let mut api = settings::api_config(&config)?;
+    api.max_connections = files::connections(api.max_connections);
     let seeds = settings::seed_list(&config.mesh)?;
     let base = base(config).await?;
     let (view, views) = watch::channel(nobody(&base));
@@ -69,7 +70,8 @@ pub(super) async fn start(config: NodeConfig) -> Result<Node, StartError> {
     let (stop, background) = (Stop::default(), TaskTracker::new());
     let front = front(&base, &sides, &planes, (&requests, &background), &stop)?;
     background.spawn(forward_views(gossip.view(), view, stop.closed.clone()));
-    let failures = report(&base, &sides, (&gossip, facts), (&background, &stop));
+    let told = (&gossip, facts, Arc::clone(&planes.socket.gossip));
+    let failures = report(&base, &sides, told, (&background, &stop));
     if base.config.mesh.mdns {
         background.spawn(reports::greet_neighbours(
             Arc::clone(&planes.control),
@@ -211,7 +213,7 @@ fn front(
 fn report(
     base: &Base,
     sides: &Sides,
-    (gossip, facts): (&Arc<Gossip>, NodeFacts),
+    (gossip, facts, socket): (&Arc<Gossip>, NodeFacts, Arc<GossipSocket>),
     (background, stop): (&TaskTracker, &Stop),
 ) -> mpsc::Receiver<String> {
     let (fatal, failures) = mpsc::channel(1);
@@ -239,7 +241,7 @@ fn report(
     background.spawn(reports::keep_metrics(
         Arc::clone(&sides.metrics),
         Arc::clone(&sides.knowledge),
-        Arc::clone(gossip),
+        (Arc::clone(gossip), socket),
         stop.closed.clone(),
     ));
     background.spawn(reports::watch_seeds(

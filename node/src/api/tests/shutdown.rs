@@ -1,5 +1,7 @@
 //! The way down.
 
+use std::sync::atomic::Ordering;
+
 use tokio::net::TcpStream;
 
 use super::support::{Server, THIS, chat, completion, finished, get, tokens, within};
@@ -21,7 +23,12 @@ async fn a_running_stream_is_finished_and_new_connections_are_refused() {
     server.shutdown.stop.cancel();
     // The idle connection ends, nobody new gets in, and the stream goes on.
     assert_eq!(idle.rest().await, b"");
-    assert!(TcpStream::connect(server.addr).await.is_err());
+    within(async {
+        while TcpStream::connect(server.addr).await.is_ok() {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
     events.send(tokens("b")).await.unwrap();
     let chunk = String::from_utf8(client.chunk().await.unwrap()).unwrap();
     assert!(chunk.contains("\"text\":\"b\""));
@@ -31,6 +38,29 @@ async fn a_running_stream_is_finished_and_new_connections_are_refused() {
         rest.contains("data: [DONE]") && rest.ends_with("0\r\n\r\n"),
         "{rest}"
     );
+    server.ended().await;
+}
+
+#[tokio::test]
+async fn a_request_that_was_on_its_way_is_answered_and_not_reset() {
+    let server = Server::start(ApiConfig::default()).await;
+    server.fake.accepting.store(false, Ordering::SeqCst);
+    let mut opened = server.connect().await;
+    let mut kept = server.connect().await;
+    kept.send(get("/ping")).await;
+    assert_eq!(kept.answer().await.status, 200);
+    let mut late = server.connect().await;
+    for client in [&mut opened, &mut kept, &mut late] {
+        client.send(chat("")).await;
+    }
+    // The server has not run since: it learns of the stop first.
+    server.shutdown.stop.cancel();
+    for client in [&mut opened, &mut kept, &mut late] {
+        let answer = client.answer().await;
+        assert_eq!(answer.status, 503);
+        assert_eq!(answer.json()["error"]["code"], "shutting_down");
+        assert_eq!(client.rest().await, b"");
+    }
     server.ended().await;
 }
 
