@@ -6,6 +6,7 @@ minute a node is killed and started again, and in between there comes a burst of
 
 - Streams give exactly the tokens of an idle node. Bad requests get the answer that they deserve. In a burst 429 with Retry-After
   is a right answer as well. Only a client whose own node was killed may lose its connection.
+- With --overload N: ten times what fits for N minutes more, all the time. What a node holds must not grow after the first third.
 - The first node is never restarted. Between a pause after the first third and one at the end it must not have grown: memory by no
   more than 10 % and 8 MB, threads and open files not at all.
 
@@ -99,11 +100,39 @@ class Soak:
                 await act(mixture)
 
     async def burst(self, mixture):
-        count = BURST_TIMES * len(self.mesh) * (SEQUENCES + QUEUE)
+        count = self.too_many()
         began = time.monotonic()
         ended = await mixture.burst(count)
         self.bursts.append(ended)
         note(f"{self.clock()} burst of {count}: {dict(ended)} in {time.monotonic() - began:.1f} s")
+
+    def too_many(self):
+        return BURST_TIMES * len(self.mesh) * (SEQUENCES + QUEUE)
+
+    async def overload(self, mixture):
+        """Too many clients all the time; what became of them, and complaints about what the nodes held."""
+        seconds = 60 * self.options.overload
+        began = time.monotonic()
+        load = asyncio.create_task(mixture.overload(self.too_many(), began + seconds))
+        early, late = Watch(self.nodes), Watch(self.nodes)
+        try:
+            while not load.done():
+                (early if time.monotonic() < began + seconds / 3 else late).look()
+                await asyncio.sleep(LOOK_EVERY)
+        finally:
+            load.cancel()
+            await asyncio.gather(load, return_exceptions=True)
+        ended = load.result()
+        await self.nodes.wait_until_drained(self.mesh, DRAINED_WITHIN)
+        told, found = [], []
+        for node in self.mesh:
+            before, after = early.most[node.name], late.most[node.name]
+            told.append(f"{node.name} {before.rss_mb:.1f}, then {after.rss_mb:.1f} MB")
+            found += self.grown_in_memory(node.name, before, after)
+        if not ended["refused"]:
+            found.append("the overload was none")
+        return (f"{self.too_many()} clients for {self.options.overload:g} minutes: {ended['served']} served, {ended['refused']} "
+                f"refused with Retry-After; at most {'; '.join(told)}"), found
 
     async def kill(self, _):
         node = self.mesh[1 + self.kills % (len(self.mesh) - 1)]
@@ -152,22 +181,27 @@ class Soak:
     def grown(self, first, last):
         """Complaints about growth between the two pauses."""
         name = self.mesh[0].name
-        found = []
-        if last.rss_mb > RSS_FACTOR * first.rss_mb + RSS_MB:
-            found.append(f"{name} has grown from {first.rss_mb:.1f} to {last.rss_mb:.1f} MB")
+        found = self.grown_in_memory(name, first, last)
         if last.threads > first.threads or last.handles > first.handles:
             found.append(f"{name} held {first}, in the end {last}")
         return found
 
+    @staticmethod
+    def grown_in_memory(name, first, last):
+        if last.rss_mb <= RSS_FACTOR * first.rss_mb + RSS_MB:
+            return []
+        return [f"{name} has grown from {first.rss_mb:.1f} to {last.rss_mb:.1f} MB"]
+
     async def run(self):
         seconds = 60 * self.options.minutes
         short, long = self.known
-        mixtures = [Mixture(self.mesh, short, long, self.faults, self.options.seed + turn) for turn in (0, 10)]
+        mixtures = [Mixture(self.mesh, short, long, self.faults, self.options.seed + turn) for turn in (0, 10, 20)]
         await self.phase(mixtures[0], seconds / 3)
         first = await self.held()
         note(f"{self.clock()} warm: {self.mesh[0].name} holds {first}")
         await self.phase(mixtures[1], 2 * seconds / 3)
         last = await self.held(first)
+        overload, grown = await self.overload(mixtures[2]) if self.options.overload else ("no overload", [])
         errors = [error for mixture in mixtures for error in mixture.all_errors()]
         served, refused = (sum(ended[how] for ended in self.bursts) for how in ("served", "refused"))
         if self.bursts and not refused:
@@ -176,10 +210,10 @@ class Soak:
         figures = [
             f"warm-up: {mixtures[0].figures()}", f"then: {mixtures[1].figures()}",
             f"{len(self.bursts)} bursts of {BURST_TIMES} times what fits: {served} served, {refused} refused with Retry-After",
-            f"{self.kills} kills",
+            f"{self.kills} kills", overload,
             f"{self.mesh[0].name} held {first}, in the end {last}", f"the most: {most}",
         ]
-        return figures, errors + self.grown(first, last)
+        return figures, errors + grown + self.grown(first, last)
 
 
 async def measure(nodes, options):
@@ -205,6 +239,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--binary", required=True, help="the shoal binary")
     parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--overload", type=float, default=0, metavar="MINUTES", help="of ten times what fits, after all else")
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1, help="decides what clients send")
     parser.add_argument("--sim-speed", type=float, default=8, help="how many times faster than its profile an engine runs")

@@ -147,21 +147,37 @@ class Mixture:
         dice = random.Random(f"{self.seed} {self.counts['burst']}")
         self.counts["burst"] += 1
 
+        await asyncio.gather(*(self.among_many(number, dice, ended) for number in range(count)))
+        return ended
+
+    async def overload(self, count, until):
+        """So many clients, each of which asks anew when it was served, or when it was told to; how often they were served and
+        refused."""
+        ended = Counter()
+
         async def one(number):
-            attempt = Attempt(self.mesh[number % len(self.mesh)], dice.choice(self.short), ANSWER_WITHIN)
-            await attempt.run()
-            self.statuses[attempt.status or "no answer"] += 1
-            if attempt.ended == "finished":
-                ended["served"] += 1
-                if wrong := attempt.wrong():
-                    self.errors.append(f"wrong answer in a burst at {attempt.node.name}: {wrong}")
-            elif excuse := self.excuse(attempt):
-                ended[excuse] += 1
-            else:
-                self.errors.append(f"in a burst: {attempt.said()}")
+            dice = random.Random(f"{self.seed} overload {number}")
+            while time.monotonic() < until:
+                attempt = await self.among_many(number, dice, ended)
+                await asyncio.sleep(int(attempt.retry_after) if told_when(attempt.retry_after) else 0)
 
         await asyncio.gather(*(one(number) for number in range(count)))
         return ended
+
+    async def among_many(self, number, dice, ended):
+        """One short stream where there are more than fit."""
+        attempt = Attempt(self.mesh[number % len(self.mesh)], dice.choice(self.short), ANSWER_WITHIN)
+        await attempt.run()
+        self.statuses[attempt.status or "no answer"] += 1
+        if attempt.ended == "finished":
+            ended["served"] += 1
+            if wrong := attempt.wrong():
+                self.errors.append(f"wrong answer among many at {attempt.node.name}: {wrong}")
+        elif excuse := self.excuse(attempt):
+            ended[excuse] += 1
+        else:
+            self.errors.append(f"among many: {attempt.said()}")
+        return attempt
 
     def all_errors(self):
         return self.errors + [error for clients in self.clients.values() for error in clients.tally.errors]
