@@ -319,7 +319,8 @@ async def json_bombs(mesh):
 async def half_bodies(mesh):
     """Half a body, and then silence, on every path that reads one. Takes as long as a body may take."""
     port = mesh.victims[0].http
-    paths = ["/v1/completions", "/v1/chat/completions", "/generate", "/mesh/requests/1-1/migrate", "/mesh/drain"]
+    paths = ["/v1/completions", "/v1/chat/completions", "/generate",
+             "/mesh/requests/11111111-0000000000000000/migrate", "/mesh/drain"]
     data = b'{"node": "nobody"'
     talks = await asyncio.gather(*(talk(port, post(data, path=path, length=100), BODY_TIMEOUT + 15) for path in paths))
     told = [f"{path} {one} after {one.took:.0f} s" for path, one in zip(paths, talks)]
