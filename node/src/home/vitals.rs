@@ -17,6 +17,10 @@ const REFUSALS: u32 = 2;
 /// Silence towards this node alone that counts as gossip's silence does: as long as gossip's detector takes at defaults.
 const UNHEARD: Duration = Duration::from_secs(2);
 
+/// Time between two looks, ten of them as a rule, from which this node itself stood still: what it did not hear meanwhile says
+/// nothing of others.
+const STANDSTILL: Duration = Duration::from_secs(1);
+
 /// Why a host is dead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Death {
@@ -71,6 +75,9 @@ struct Host {
 pub(super) struct Vitals {
     grace: Duration,
     hosts: BTreeMap<NodeId, Host>,
+    looked: Option<Timestamp>,
+    /// When this node last went on after a standstill of its own.
+    awake: Timestamp,
 }
 
 impl Vitals {
@@ -79,6 +86,8 @@ impl Vitals {
         Self {
             grace,
             hosts: BTreeMap::new(),
+            looked: None,
+            awake: Timestamp::ZERO,
         }
     }
 
@@ -90,6 +99,10 @@ impl Vitals {
         seen: &BTreeMap<NodeId, Finding>,
     ) -> Vec<(NodeId, Death)> {
         self.hosts.retain(|node, _| seen.contains_key(node));
+        let before = self.looked.replace(now);
+        if before.is_some_and(|before| now.since(before) >= STANDSTILL) {
+            self.awake = now;
+        }
         let mut dead = Vec::new();
         for (node, finding) in seen {
             let host = self.hosts.entry(*node).or_insert(Host {
@@ -97,7 +110,14 @@ impl Vitals {
                 missing_since: None,
                 refusals: 0,
             });
-            if let Some(death) = host.look(now, *finding, self.grace) {
+            let finding = Finding {
+                unheard: finding.unheard.min(now.since(self.awake)),
+                ..*finding
+            };
+            if let Some(since) = &mut host.missing_since {
+                *since = self.awake.max(*since);
+            }
+            if let Some(death) = host.look(now, finding, self.grace) {
                 dead.push((*node, death));
             }
         }
@@ -216,6 +236,24 @@ mod tests {
         };
         assert_eq!(unheard(2_900), []);
         assert_eq!(unheard(3_000), [(NODE, Death::Silent)]);
+    }
+
+    #[test]
+    fn a_node_that_stood_still_itself_takes_nobody_for_dead_for_that() {
+        let mut vitals = Vitals::new(GRACE);
+        assert_eq!(sees(&mut vitals, 0, Some(1), false), None);
+        assert_eq!(sees(&mut vitals, 100, None, false), None);
+        // Ten seconds later it goes on, and has heard of nobody.
+        let silent = Finding {
+            life: None,
+            refused: false,
+            unheard: Duration::from_secs(10),
+        };
+        let seen = BTreeMap::from([(NODE, silent)]);
+        for millis in (10_100..11_100).step_by(100) {
+            assert_eq!(vitals.look(at(millis), &seen), []);
+        }
+        assert_eq!(vitals.look(at(11_100), &seen), [(NODE, Death::Silent)]);
     }
 
     #[test]
