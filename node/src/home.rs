@@ -21,6 +21,7 @@ use shoal_gossip::{ModelApi, ModelFacts, NodeId, RequestId, Timestamp, Tokens};
 use shoal_migrate::ClaimAnswer;
 use shoal_migrate::session::Claim;
 use tokio::sync::mpsc;
+use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -35,6 +36,7 @@ pub(crate) use crate::home::vigil::LOOK_EVERY;
 use crate::frontend::{ClientAsk, HomeError, Running};
 use crate::home::desk::Desk;
 use crate::home::follow::Follower;
+use crate::home::place::Placed;
 use crate::home::vigil::{Vigil, Watchman};
 use crate::knowledge::Knowledge;
 use crate::ledger::{Ledger, Verdict};
@@ -45,6 +47,10 @@ use crate::metrics::Metrics;
 /// Events that may wait for a client. With the frames and engine events behind them this bounds what
 /// a stalled client holds to about a hundred small values; then its request pauses.
 const CLIENT_EVENTS: usize = 16;
+
+/// How long a node is looked for that could take a new request, when none seems to be there: some rounds of gossip. A client
+/// that is told to come again waits as long.
+const START_PATIENCE: Duration = Duration::from_secs(1);
 
 /// How a home behaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -219,7 +225,7 @@ impl Home {
     pub async fn start(self: &Arc<Self>, ask: ClientAsk) -> Result<Running, HomeError> {
         let asked = self.knowledge.now();
         let mut request = self.read(ask, asked).await?;
-        let placed = self.place(&mut request, BTreeSet::new()).await?;
+        let placed = self.place_new(&mut request).await?;
         self.metrics.placed(self.knowledge.now().since(asked));
         let (sender, events) = mpsc::channel(CLIENT_EVENTS);
         let running = Running {
@@ -231,6 +237,26 @@ impl Home {
         let follower = Follower::new(Arc::clone(self), request, placed, sender);
         self.tasks.spawn(follower.run());
         Ok(running)
+    }
+
+    /// Places a new request. When nobody seems to be there it asks again, for a moment: a node that has stood still finds its
+    /// offers unanswered and its view empty, until it hears the others again.
+    async fn place_new(&self, request: &mut Request) -> Result<Placed, HomeError> {
+        let mut replay = Replay::new(ReplayLimits {
+            losses: 0,
+            patience: START_PATIENCE,
+        });
+        loop {
+            let nobody = match self.place(request, BTreeSet::new()).await {
+                Err(nobody @ HomeError::Unavailable { .. }) => nobody,
+                placed => return placed,
+            };
+            let next = replay.nobody(self.knowledge.now(), &mut self.rng());
+            match next {
+                Next::Wait(wait) => sleep(wait).await,
+                Next::Place(_) | Next::GiveUp => return Err(nobody),
+            }
+        }
     }
 
     /// Reads the request with this node's tokenizer where it serves the model, else estimates.

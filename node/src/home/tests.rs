@@ -50,6 +50,20 @@ async fn a_host_that_cannot_be_reached_is_passed_over() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_new_request_is_offered_again_for_a_moment() {
+    let mesh = Mesh::of(&["other", "m"]);
+    mesh.net.cut(mesh.id(0), mesh.id(1));
+    let mended = async {
+        while mesh.members[0].counted("shoal_offers_total{", "none") == 0 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        mesh.net.mend(mesh.id(0), mesh.id(1));
+    };
+    let (running, ()) = tokio::join!(mesh.ask(0, "m", 1), mended);
+    assert_eq!(running.unwrap().host, mesh.id(1));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stream_that_is_cut_goes_on_elsewhere_and_ends_where_it_was() {
     let mesh = Mesh::of(&["other", "m", "m"]);
     let whole = read(mesh.ask(0, "m", 300).await.unwrap()).await;
