@@ -120,9 +120,13 @@ class Chaos:
         return None
 
     async def progress(self):
+        told = 0
         while True:
             await asyncio.sleep(10)
             tally = self.clients.tally
+            for error in tally.errors[told:]:
+                note(f"        {error}")
+            told = len(tally.errors)
             note(f"        {tally.finished} of {tally.begun} streams finished, {tally.lost} lost their home, {len(tally.errors)} errors")
 
     async def run(self):
