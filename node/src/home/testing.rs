@@ -154,7 +154,7 @@ impl Mesh {
         let loads = &self.members[index].loads;
         let waited = timeout(PATIENCE, async {
             while loads.summary().used.0 + loads.summary().reserved.0 > 0 {
-                tokio::time::sleep(Duration::from_millis(5)).await;
+                sleep(Duration::from_millis(5)).await;
             }
         });
         assert!(waited.await.is_ok(), "{:?}", loads.summary());

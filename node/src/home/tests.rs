@@ -55,7 +55,7 @@ async fn a_new_request_is_offered_again_for_a_moment() {
     mesh.net.cut(mesh.id(0), mesh.id(1));
     let mended = async {
         while mesh.members[0].counted("shoal_offers_total{", "none") == 0 {
-            tokio::time::sleep(Duration::from_millis(5)).await;
+            sleep(Duration::from_millis(5)).await;
         }
         mesh.net.mend(mesh.id(0), mesh.id(1));
     };
@@ -207,7 +207,7 @@ async fn a_request_waits_until_somebody_takes_it_again() {
     let unanswered = || mesh.members[0].counted("shoal_offers_total{", "none");
     let mended = async {
         while unanswered() < 3 {
-            tokio::time::sleep(Duration::from_millis(5)).await;
+            sleep(Duration::from_millis(5)).await;
         }
         mesh.net.mend(mesh.id(0), mesh.id(1));
     };
