@@ -66,6 +66,20 @@ fn mutated(mut bytes: Vec<u8>, others: &[Vec<u8>], rng: &mut StdRng) -> Vec<u8> 
 }
 
 #[test]
+fn each_target_has_a_binary_for_the_fuzzer() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz");
+    let manifest = fs::read_to_string(folder.join("Cargo.toml")).unwrap();
+    for (name, _) in TARGETS {
+        let source = fs::read_to_string(folder.join("targets").join(format!("{name}.rs")));
+        let source = source.unwrap();
+        assert!(source.contains(&format!("\"{name}\"")), "{source}");
+        assert!(manifest.contains(&format!("path = \"targets/{name}.rs\"")));
+    }
+    let binaries = fs::read_dir(folder.join("targets")).unwrap().count();
+    assert_eq!(binaries, TARGETS.len(), "binaries without a target");
+}
+
+#[test]
 fn nothing_that_comes_in_breaks_a_decoder_or_a_core() {
     let mutations = std::env::var("SHOAL_FUZZ")
         .ok()
