@@ -110,14 +110,7 @@ impl Vitals {
                 missing_since: None,
                 refusals: 0,
             });
-            let finding = Finding {
-                unheard: finding.unheard.min(now.since(self.awake)),
-                ..*finding
-            };
-            if let Some(since) = &mut host.missing_since {
-                *since = self.awake.max(*since);
-            }
-            if let Some(death) = host.look(now, finding, self.grace) {
+            if let Some(death) = host.look(now, *finding, (self.awake, self.grace)) {
                 dead.push((*node, death));
             }
         }
@@ -129,7 +122,13 @@ impl Vitals {
 }
 
 impl Host {
-    fn look(&mut self, now: Timestamp, finding: Finding, grace: Duration) -> Option<Death> {
+    /// What a look says of it. Silence counts from `awake` on, when this node itself last went on.
+    fn look(
+        &mut self,
+        now: Timestamp,
+        finding: Finding,
+        (awake, grace): (Timestamp, Duration),
+    ) -> Option<Death> {
         self.refusals = if finding.refused {
             self.refusals + 1
         } else {
@@ -145,13 +144,13 @@ impl Host {
                 }
             }
             None => {
-                let since = *self.missing_since.get_or_insert(now);
+                let since = awake.max(*self.missing_since.get_or_insert(now));
                 if now.since(since) >= grace {
                     return Some(Death::Silent);
                 }
             }
         }
-        if finding.unheard >= UNHEARD + grace {
+        if finding.unheard.min(now.since(awake)) >= UNHEARD + grace {
             return Some(Death::Silent);
         }
         (self.refusals >= REFUSALS).then_some(Death::PortClosed)
