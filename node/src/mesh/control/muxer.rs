@@ -34,10 +34,12 @@ impl Muxer {
 /// Polls a stream that is on its way, and forgets it once it is there.
 fn poll_opening(
     slot: &mut Option<Opening>,
-    open: impl FnOnce() -> Opening,
     cx: &mut Context<'_>,
+    connection: &Connection,
+    open: impl FnOnce(Connection) -> Opening,
 ) -> Poll<Result<Stream, ConnectionError>> {
-    let opened = ready!(slot.get_or_insert_with(open).poll_unpin(cx));
+    let opening = slot.get_or_insert_with(|| open(connection.clone()));
+    let opened = ready!(opening.poll_unpin(cx));
     *slot = None;
     Poll::Ready(opened.map(|(send, recv)| Stream { send, recv }))
 }
@@ -51,12 +53,9 @@ impl StreamMuxer for Muxer {
         cx: &mut Context<'_>,
     ) -> Poll<Result<Stream, ConnectionError>> {
         let this = self.get_mut();
-        let connection = &this.connection;
-        let open = || {
-            let connection = connection.clone();
+        poll_opening(&mut this.inbound, cx, &this.connection, |connection| {
             async move { connection.accept_bi().await }.boxed()
-        };
-        poll_opening(&mut this.inbound, open, cx)
+        })
     }
 
     fn poll_outbound(
@@ -64,12 +63,9 @@ impl StreamMuxer for Muxer {
         cx: &mut Context<'_>,
     ) -> Poll<Result<Stream, ConnectionError>> {
         let this = self.get_mut();
-        let connection = &this.connection;
-        let open = || {
-            let connection = connection.clone();
+        poll_opening(&mut this.outbound, cx, &this.connection, |connection| {
             async move { connection.open_bi().await }.boxed()
-        };
-        poll_opening(&mut this.outbound, open, cx)
+        })
     }
 
     fn poll_close(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<(), ConnectionError>> {
