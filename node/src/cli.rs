@@ -14,6 +14,7 @@ mod node;
 mod output;
 mod simulate;
 mod status;
+mod vllm_args;
 
 use std::process::ExitCode;
 
@@ -45,6 +46,8 @@ enum Job {
     Simulate(Box<simulate::SimulateArgs>),
     /// Show the mesh as one of its nodes sees it.
     Status(status::StatusArgs),
+    /// Print the arguments with which a vLLM lets a node move its running requests with their KV.
+    VllmArgs(vllm_args::VllmArgs),
 }
 
 /// Does what the process was called for. `serve` runs a node to its end.
@@ -62,6 +65,7 @@ pub fn main(serve: impl FnOnce(NodeConfig) -> ExitCode) -> ExitCode {
         Job::Migrate(args) => migrate::run(&args),
         Job::Simulate(args) => simulate::run(&args),
         Job::Status(args) => status::run(&args),
+        Job::VllmArgs(args) => vllm_args::run(&args),
     }
 }
 

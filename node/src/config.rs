@@ -28,11 +28,13 @@ pub use crate::dispatch::PolicyName;
 pub use crate::engine::remote::ServerKind;
 pub use crate::engine::sim::Travels;
 pub use check::Surroundings;
+pub(crate) use check::{data_dir, kv_folder_of};
 pub use error::ConfigError;
 pub use inspect::inspect;
 pub use layers::{from_flags, load};
 pub use raw::{
-    Described, RawBasics, RawDispatch, RawEngine, RawHttp, RawMesh, RawMoves, RawNode, describe,
+    Described, EngineKv, RawBasics, RawDispatch, RawEngine, RawHttp, RawMesh, RawMoves, RawNode,
+    describe,
 };
 
 /// Mesh port when none is named; streams and gossip take the next one.
@@ -191,6 +193,8 @@ pub struct HttpEngineSettings {
     pub stall: Duration,
     /// KV tokens it holds; `None` asks it.
     pub context: Option<u32>,
+    /// Folder shared with it for the KV of requests that move; `None` moves them by recompute.
+    pub kv_folder: Option<PathBuf>,
 }
 
 /// llama.cpp in this process.

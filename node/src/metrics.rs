@@ -240,6 +240,11 @@ impl Metrics {
         counter(&self.recorder, table::PREEMPTIONS, &[]).absolute(so_far);
     }
 
+    /// Shows what a token's KV takes on the way to another engine.
+    pub fn kv_bytes_per_token(&self, bytes: u32) {
+        gauge(&self.recorder, table::KV_PER_TOKEN, &[]).set(bytes);
+    }
+
     /// Shows how many requests leave and come in now.
     pub fn moves_under_way(&self, leaving: usize, arriving: usize) {
         for (side, count) in [("source", leaving), ("target", arriving)] {

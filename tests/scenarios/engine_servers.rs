@@ -4,6 +4,7 @@
 mod contract;
 mod deaths;
 mod form;
+mod kv_moves;
 mod load;
 mod models;
 mod moves;
@@ -18,11 +19,14 @@ use shoal_node::engine::Engine;
 use shoal_node::engine::sim::{self, SimConfig};
 use shoal_tests::cluster::Cluster;
 use shoal_tests::engine_server::{Dialect, EngineServer};
+use tempfile::TempDir;
 
 /// Nodes beside stand-ins, one each, in one mesh.
 struct Beside {
     cluster: Cluster,
     servers: Vec<EngineServer>,
+    /// What each node shares with its engine.
+    folders: Vec<TempDir>,
 }
 
 /// A simulated engine to stand behind a server; `speed` 0 takes no time at all.
@@ -48,6 +52,7 @@ fn beside(server: &EngineServer, config: &mut NodeConfig) {
         poll: Duration::from_millis(50),
         stall: Duration::from_secs(2),
         context: None,
+        kv_folder: None,
     });
 }
 
@@ -62,11 +67,24 @@ impl Beside {
         for (dialect, model) in engines {
             servers.push(EngineServer::start(*dialect, engine(model, speed)).await);
         }
+        Self::of(servers).await
+    }
+
+    async fn of(servers: Vec<EngineServer>) -> Self {
+        let folder = |_: &EngineServer| tempfile::tempdir().expect("a folder");
+        let folders: Vec<TempDir> = servers.iter().map(folder).collect();
         let cluster = Cluster::start(servers.len(), |index, config| {
             beside(&servers[index], config);
+            if let EngineKind::Http(http) = &mut config.engine.kind {
+                http.kv_folder = Some(folders[index].path().to_owned());
+            }
         })
         .await;
-        Self { cluster, servers }
+        Self {
+            cluster,
+            servers,
+            folders,
+        }
     }
 
     async fn post(&self, path: &str, body: &Value) -> shoal_tests::client::Answer {

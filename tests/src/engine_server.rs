@@ -9,6 +9,8 @@ mod fault;
 mod feed;
 mod figures;
 mod json;
+mod kv;
+mod kv_socket;
 mod llama;
 mod openai;
 mod run;
@@ -23,7 +25,8 @@ mod wire;
 mod tests;
 
 use std::net::{Ipv4Addr, SocketAddr};
-use std::sync::Arc;
+use std::path::Path;
+use std::sync::{Arc, PoisonError};
 
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
@@ -36,8 +39,10 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 pub use self::fault::Fault;
+pub use self::kv::{Kv, KvFigures};
 pub use self::seen::{Ending, Seen};
 
+use self::kv_socket::Answering;
 use self::shared::Shared;
 use self::wire::{ResetCord, Wire};
 
@@ -60,6 +65,7 @@ pub struct EngineServer {
     shared: Arc<Shared>,
     address: SocketAddr,
     life: Mutex<Option<Life>>,
+    answering: std::sync::Mutex<Option<Answering>>,
 }
 
 /// What ends with a kill.
@@ -82,6 +88,7 @@ impl EngineServer {
             shared,
             address,
             life: Mutex::new(Some(life)),
+            answering: std::sync::Mutex::default(),
         }
     }
 
@@ -130,6 +137,28 @@ impl EngineServer {
         let mut seen = self.seen();
         seen.retain(|seen| seen.path == path);
         seen
+    }
+
+    /// Answers a node in this folder as the connector inside vLLM does, from now on and over restarts.
+    pub fn give_kv(&self, folder: &Path) {
+        let answering = self.shared.kv.listen(folder);
+        *self
+            .answering
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = Some(answering);
+    }
+
+    /// Its connector.
+    pub fn kv(&self) -> &Kv {
+        &self.shared.kv
+    }
+
+    /// Nobody answers in the folder any more.
+    pub fn take_kv_away(&self) {
+        self.answering
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
     }
 
     /// What its model is called from now on; the first name is its own, the others are aliases.

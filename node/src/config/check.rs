@@ -8,12 +8,13 @@ mod moves;
 
 use std::env;
 use std::fmt::Display;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
 use tracing_subscriber::EnvFilter;
 
+pub(crate) use self::engine::kv_folder_of;
 use crate::config::layers::Given;
 use crate::config::raw::{RawBasics, RawDispatch, RawHttp, RawMesh};
 use crate::config::{
@@ -80,7 +81,7 @@ pub(super) fn check(
         moves,
         http,
     } = raw;
-    let data_dir = data_dir(&basics, surroundings)?;
+    let data_dir = data_dir(basics.data_dir.as_deref(), surroundings)?;
     let shutdown = ShutdownSettings {
         deadline: millis(
             "--shutdown-deadline-ms",
@@ -94,7 +95,7 @@ pub(super) fn check(
     let mut warnings = Vec::new();
     let dispatch = self::dispatch(&dispatch, &gossip)?;
     let moves = moves::check(&moves)?;
-    let engine = engine::check(engine, given, surroundings)?;
+    let engine = engine::check(engine, &data_dir, given, surroundings)?;
     let mesh = mesh::check(mesh, &basics, listen, surroundings, &mut warnings)?;
     let http = self::http(http, listen)?;
     if http.api_key_file.is_none() && !listen.is_loopback() {
@@ -117,9 +118,13 @@ pub(super) fn check(
     })
 }
 
-fn data_dir(basics: &RawBasics, surroundings: &Surroundings) -> Result<PathBuf, ConfigError> {
-    if let Some(named) = &basics.data_dir {
-        return Ok(named.clone());
+/// Where a node keeps what is its own, as named or by default.
+pub(crate) fn data_dir(
+    named: Option<&Path>,
+    surroundings: &Surroundings,
+) -> Result<PathBuf, ConfigError> {
+    if let Some(named) = named {
+        return Ok(named.to_owned());
     }
     match &surroundings.data_home {
         Some(home) => Ok(home.join("shoal")),

@@ -11,7 +11,7 @@ use clap::{Args, CommandFactory, FromArgMatches};
 use serde::de::DeserializeOwned;
 use toml::Table;
 
-pub use engine::RawEngine;
+pub use engine::{EngineKv, RawEngine};
 pub use groups::{RawBasics, RawDispatch, RawHttp, RawMesh, RawMoves};
 
 /// All settings as written. Nothing is checked but the type of each value.

@@ -153,6 +153,18 @@ pub trait MovingEngine: Send + Sync {
     /// recompute.
     fn kv_bytes_per_token(&self) -> u32;
 
+    /// Tokens of which KV can be exported together while a request runs: stages end at multiples of it. `None` when only
+    /// what stands still can be exported.
+    fn kv_grain(&self) -> Option<Tokens> {
+        Some(Tokens(1))
+    }
+
+    /// Whether this request has KV that can be exported. One that has not moves by recompute.
+    fn exports(&self, request: RequestId) -> bool {
+        let _ = request;
+        true
+    }
+
     /// Describes a job to a target. Its output may grow while this is on the way.
     ///
     /// # Errors

@@ -5,7 +5,7 @@
 //!  question  what it is asked for a job (the client's own bytes, or to go on from ids)
 //!  exchange  one HTTP request (client) → answer, chunk, sse: pieces with the ids they stand for
 //!  job       what was drawn and what of it is on its way; run: the task that moves it on
-//!  moving    hand-over by recompute
+//!  moving    hand-over, with KV where the engine gives it away (kv), else by recompute
 //! ```
 //!
 //! Bodies go to the engine as they came and answers come back as they were written. Where the engine tells token ids they are
@@ -20,6 +20,7 @@ mod gauge;
 mod identity;
 mod job;
 mod kind;
+mod kv;
 mod moving;
 mod question;
 mod reading;
@@ -30,6 +31,7 @@ mod watch;
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -46,6 +48,7 @@ use self::client::Client;
 use self::gauge::{Assumed, Gauge};
 use self::job::{RemoteJob, SharedJob};
 pub use self::kind::ServerKind;
+use self::kv::KvSide;
 use self::question::Asked;
 use crate::engine::moving::MovingEngine;
 use crate::engine::work::{Job, Prepared, RequestKind};
@@ -73,6 +76,8 @@ pub struct RemoteConfig {
     pub block_size: BlockSize,
     /// Requests that may wait for KV.
     pub queue_limit: u32,
+    /// Folder that node and engine share for the KV of requests that move; `None` moves them by recompute.
+    pub kv_folder: Option<PathBuf>,
 }
 
 /// An engine beside the node.
@@ -92,6 +97,7 @@ struct Shared {
     /// What it is; `None` before it was heard of.
     known: Mutex<Option<Known>>,
     jobs: Mutex<BTreeMap<RequestId, SharedJob>>,
+    kv: KvSide,
     changed: channel::Sender<()>,
     /// Wakes the watcher before its time: something went wrong with the engine.
     look: Notify,
@@ -176,6 +182,7 @@ pub fn start(
         total: gauge.total(),
         capabilities: Capabilities::default(),
     };
+    let kv = KvSide::new(config.kv_folder.clone());
     let shared = Arc::new(Shared {
         client: Client::new(config.authority.clone(), key.transpose()?),
         config,
@@ -184,6 +191,7 @@ pub fn start(
         facts: Mutex::new(Arc::new(facts)),
         known: Mutex::new(None),
         jobs: Mutex::new(BTreeMap::new()),
+        kv,
         changed: channel::Sender::new(()),
         look: Notify::new(),
         stop: CancellationToken::new(),
@@ -217,6 +225,7 @@ impl Shared {
             kind: known.kind,
             has_ids: known.has_ids,
             high_first: known.high_first,
+            grammar: self.kv.tells_grammars(),
             context: served.context,
         };
         Ok((asked, served.fingerprint))
@@ -252,11 +261,12 @@ impl Shared {
     }
 
     /// Takes a request out, if it is still this one.
-    fn leave(&self, entry: &SharedJob) {
-        let (request, epoch) = {
-            let job = entry.lock();
-            (job.job.request, job.job.epoch)
+    fn leave(self: &Arc<Self>, entry: &SharedJob) {
+        let (request, epoch, (held, laid)) = {
+            let mut job = entry.lock();
+            (job.job.request, job.job.epoch, job.let_go())
         };
+        self.let_go(held, laid);
         let mut jobs = lock(&self.jobs);
         if jobs
             .get(&request)
@@ -279,7 +289,7 @@ impl Shared {
         if !by_ids {
             return Ok((asked, fingerprint));
         }
-        let goes_on = self.facts().capabilities.resumes;
+        let goes_on = self.facts().capabilities.resumes && asked.can_take(&job.body);
         if !goes_on {
             return Err(bad("this engine cannot go on from token ids", "prompt"));
         }

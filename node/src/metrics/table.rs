@@ -152,6 +152,8 @@ table! {
         "Requests that this node's queue still has room for.";
     PREEMPTIONS = "shoal_engine_preemptions_total" Counter, [],
         "Times a request of this node's engine lost its KV to another one and had it computed again.";
+    KV_PER_TOKEN = "shoal_engine_kv_bytes_per_token" Gauge, [],
+        "Bytes that the KV of a token takes when a request of this node's engine moves, at most; 0 when requests move by recompute.";
     STEP_SECONDS = "shoal_engine_step_seconds" Gauge, [],
         "Smoothed time of one engine step; 0 when unknown.";
     PREFILL_BACKLOG = "shoal_engine_prefill_backlog_tokens" Gauge, [],

@@ -32,6 +32,7 @@ fn touched() -> Metrics {
     metrics.moves_under_way(1, 2);
     metrics.attached();
     metrics.preemptions(3);
+    metrics.kv_bytes_per_token(46_080);
     metrics.gossip_datagrams("sent", 7);
     metrics.gossip_dropped("replayed", 3);
     metrics

@@ -57,6 +57,9 @@ impl Moves {
         }
         self.compatible(proposal)?;
         let bytes = moving.kv_bytes_per_token();
+        if proposal.mode == CopyMode::Kv && bytes == 0 {
+            return Err(MoveRefusal::Unable("its engine takes no KV in".into()));
+        }
         if proposal.mode == CopyMode::Kv && proposal.kv_bytes_per_token != bytes {
             let why = format!(
                 "{} bytes of KV a token instead of {bytes}",
@@ -106,8 +109,13 @@ impl Moves {
     /// Bounds of a session that moves so many tokens in this way.
     pub(super) fn limits(&self, mode: CopyMode, known: Tokens) -> SessionLimits {
         let mut limits = self.settings.limits;
-        if mode == CopyMode::Recompute {
-            limits.stage_patience += PREFILL_PATIENCE * known.0;
+        let grain = self.engine.moving().map(MovingEngine::kv_grain);
+        match (mode, grain) {
+            (CopyMode::Recompute, _) => limits.stage_patience += PREFILL_PATIENCE * known.0,
+            // Nothing can be copied while it runs.
+            (CopyMode::Kv, Some(None)) => limits.max_stages = 0,
+            (CopyMode::Kv, Some(Some(grain))) => limits = in_grains(limits, grain),
+            (CopyMode::Kv, None) | (CopyMode::Waiting, _) => {}
         }
         limits
     }
@@ -120,6 +128,18 @@ impl Moves {
         let (longest, waited) = (proposal.longest, proposal.waited);
         room_for(what, (longest, waited), block_size, &self.settings.limits)
     }
+}
+
+/// Bounds for an engine that exports whole grains while a request runs: what is left at the end may be as much as one. An
+/// engine beside a node computes a token for each stage, behind whatever it is at.
+fn in_grains(mut limits: SessionLimits, grain: Tokens) -> SessionLimits {
+    if grain > Tokens(1) {
+        let most = limits.max_stage_tokens.0 / grain.0 * grain.0;
+        limits.max_stage_tokens = Tokens(most).max(grain);
+        limits.last_stage_tokens = limits.last_stage_tokens.max(grain);
+        limits.stage_patience += PREFILL_PATIENCE * limits.max_stage_tokens.0;
+    }
+    limits
 }
 
 /// What a target keeps for a request that is to come: for the tokens that exist, and some that are drawn during the copy, up
@@ -155,11 +175,14 @@ impl KvReceiver for Moves {
             ParcelKind::Opening | ParcelKind::Last(None) => Tokens::ZERO,
             ParcelKind::Stage(range) | ParcelKind::Last(Some(range)) => range.tokens(),
         };
-        let bytes = self
-            .engine
-            .moving()
-            .map_or(0, MovingEngine::kv_bytes_per_token);
-        let most = u64::from(tokens.0) * u64::from(bytes) + STAGE_FRAME_BYTES;
+        let moving = self.engine.moving();
+        let bytes = moving.map_or(0, MovingEngine::kv_bytes_per_token);
+        // The last of a request's KV comes in whole grains.
+        let grain = moving
+            .and_then(MovingEngine::kv_grain)
+            .map_or(1, |grain| grain.0);
+        let tokens = u64::from(tokens.0.next_multiple_of(grain.max(1)));
+        let most = tokens * u64::from(bytes) + STAGE_FRAME_BYTES;
         let head = u64::from(header.head_bytes);
         if head > MAX_SUBMIT_BYTES as u64 || header.body_bytes > most {
             return Err(Rejection::TooLarge);

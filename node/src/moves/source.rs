@@ -7,10 +7,12 @@ use std::time::Duration;
 
 use shoal_gossip::{NodeId, RequestId, Timestamp, Tokens};
 use shoal_migrate::session::{
-    Claim, Outcome, SourceAction, SourceInput, SourcePlan, SourceSession,
+    Cause, Claim, Outcome, SourceAction, SourceInput, SourcePlan, SourceSession,
 };
 use shoal_migrate::transfer::ParcelKind;
-use shoal_migrate::{CopyManner, CopyMode, MigrationId, MoveReason, Proposal, StageIndex};
+use shoal_migrate::{
+    CopyManner, CopyMode, MigrateError, MigrationId, MoveReason, MoveRefusal, Proposal, StageIndex,
+};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
@@ -68,12 +70,30 @@ pub(super) fn begin(
         request: job.request,
     };
     let session = Run::new(seat, proposal, (job.prompt, manner));
+    let (again, request) = (Arc::clone(moves), job.request);
     moves.tasks.spawn(async move {
-        let answer = session.run(inputs).await;
+        let (mut answer, is_unable) = session.run(inputs).await;
+        if is_unable
+            && manner == CopyManner::Staged
+            && let Some(other) = without_kv(&again, request, (to, reason)).await
+        {
+            answer = other;
+        }
         // Whoever asked may have gone.
         drop(teller.send(answer));
     });
     Ok(answer)
+}
+
+/// Moves a request by recompute, whose KV the target cannot take in.
+async fn without_kv(
+    moves: &Arc<Moves>,
+    request: RequestId,
+    (to, reason): (NodeId, MoveReason),
+) -> Option<MoveAnswer> {
+    let job = moves.engine.moving()?.job(request)?;
+    let begun = begin(moves, job, to, (reason, CopyManner::Recompute));
+    begun.ok()?.await.ok()
 }
 
 fn propose(
@@ -85,10 +105,9 @@ fn propose(
     let facts = moves.engine.facts();
     let model = facts.models.iter().find(|model| model.id == job.model);
     let model = model.ok_or("its model is no longer served here")?;
-    let bytes = moves
-        .engine
-        .moving()
-        .map_or(0, MovingEngine::kv_bytes_per_token);
+    let moving = moves.engine.moving();
+    let bytes = moving.filter(|moving| moving.exports(job.request));
+    let bytes = bytes.map_or(0, MovingEngine::kv_bytes_per_token);
     let mode = match job.phase {
         JobPhase::Waiting => CopyMode::Waiting,
         _ if matches!(manner, CopyManner::Recompute | CopyManner::Restart) => CopyMode::Recompute,
@@ -182,7 +201,8 @@ impl Run {
         self.proposal.migration
     }
 
-    async fn run(mut self, mut inputs: mpsc::Receiver<SourceInput>) -> MoveAnswer {
+    /// What came of it, and whether it was that the target takes no KV in.
+    async fn run(mut self, mut inputs: mpsc::Receiver<SourceInput>) -> (MoveAnswer, bool) {
         let clock = Arc::clone(&self.moves().clock);
         let mut views = self.moves().knowledge.views();
         let mode = self.proposal.mode;
@@ -232,8 +252,15 @@ impl Run {
         if outcome == Some(Outcome::Moved) {
             self.count_the_rest().await;
         }
+        let is_unable = matches!(
+            &outcome,
+            Some(Outcome::Stayed(Cause::Error(MigrateError::Refused {
+                refusal: MoveRefusal::Unable(_),
+                ..
+            })))
+        );
         // Words to the other side are on their way in tasks of the node; what is left here is of no use.
-        self.tell(outcome)
+        (self.tell(outcome), is_unable)
     }
 
     /// The target's word that it owns the request may overtake the carrier's that the last parcel is there.

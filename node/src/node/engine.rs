@@ -71,6 +71,7 @@ fn remote_config(
         capacity: own.context.map(Tokens),
         block_size: BlockSize::new(settings.block_size),
         queue_limit: queue_limit(settings),
+        kv_folder: own.kv_folder.clone(),
     })
 }
 

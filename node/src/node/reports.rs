@@ -10,6 +10,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, error, info, warn};
 
 use crate::engine::Engine;
+use crate::engine::moving::MovingEngine;
 use crate::knowledge::Knowledge;
 use crate::load::LoadSource;
 use crate::mesh::control::ControlNode;
@@ -56,6 +57,8 @@ pub(super) async fn publish_load(
         }
         gossip.publish(loads.summary());
         metrics.preemptions(engine.preemptions());
+        let moving = engine.moving();
+        metrics.kv_bytes_per_token(moving.map_or(0, MovingEngine::kv_bytes_per_token));
         let (leaving, arriving) = moves.under_way();
         metrics.moves_under_way(leaving, arriving);
         // Gossip tells the newest a few times a second; a burst of requests changes it a thousand times.

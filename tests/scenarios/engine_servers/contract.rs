@@ -45,6 +45,7 @@ fn make(dialect: Dialect, shape: Shape) -> Arc<dyn Engine> {
             capacity: None,
             block_size: BlockSize::new(NonZeroU32::new(16).expect("not zero")),
             queue_limit: shape.queue_limit,
+            kv_folder: None,
         };
         // It stands as long as the test runs.
         Box::leak(Box::new(server));

@@ -7,7 +7,7 @@ use shoal_tests::wait::until;
 use super::{Beside, CHAT, COMPLETIONS, chat, completion};
 
 /// The only request under way, as its home lists it.
-async fn under_way(mesh: &Beside) -> (String, usize) {
+pub(super) async fn under_way(mesh: &Beside) -> (String, usize) {
     until("a request under way", || async {
         let answer = mesh
             .cluster
@@ -29,10 +29,14 @@ async fn under_way(mesh: &Beside) -> (String, usize) {
 }
 
 async fn migrate(mesh: &Beside, id: &str, to: usize) -> (u16, Value) {
+    migrate_as(mesh, id, to, "staged").await
+}
+
+/// Moves a request in this manner.
+pub(super) async fn migrate_as(mesh: &Beside, id: &str, to: usize, copy: &str) -> (u16, Value) {
     let path = format!("/mesh/requests/{id}/migrate");
-    let answer = mesh
-        .post(&path, &json!({"to": mesh.cluster.id(to).to_string()}))
-        .await;
+    let to = mesh.cluster.id(to).to_string();
+    let answer = mesh.post(&path, &json!({"to": to, "copy": copy})).await;
     (answer.status.as_u16(), answer.json())
 }
 
@@ -86,7 +90,7 @@ async fn what_another_engine_would_get_wrong_does_not_move() {
     let mesh = Beside::at_speed(&[(Dialect::Vllm, "m"), (Dialect::Vllm, "m")], 1.0).await;
     for more in [
         json!({"seed": 7, "temperature": 1}),
-        json!({"frequency_penalty": 0.5}),
+        json!({"presence_penalty": 0.5}),
         json!({"logprobs": true}),
         json!({"response_format": {"type": "json_object"}}),
     ] {

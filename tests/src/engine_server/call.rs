@@ -188,7 +188,9 @@ impl Asked {
         };
         let named = (call.serial, self.id.clone());
         let work = (self.kind, prepared);
-        Run::start(&*server.engine, &server.table, named, work, call.grouping())
+        let mut run = Run::start(&*server.engine, &server.table, named, work, call.grouping())?;
+        run.ticket = server.kv.begin(&call.json(), &self.prompt);
+        Ok(run)
     }
 }
 

@@ -14,6 +14,8 @@ use shoal_node::engine::{
 };
 use tokio::sync::mpsc;
 
+use super::kv::Ticket;
+
 /// The name under which requests of stand-ins run.
 const HOME: NodeId = NodeId(0x57A2_D121);
 
@@ -123,6 +125,8 @@ pub(super) struct Run {
     over: bool,
     table: Table,
     serial: u64,
+    /// Its KV, if a node named it.
+    pub(super) ticket: Option<Ticket>,
 }
 
 impl Run {
@@ -166,6 +170,7 @@ impl Run {
             over: false,
             table: table.clone(),
             serial,
+            ticket: None,
         })
     }
 
@@ -196,6 +201,11 @@ impl Run {
                 None => piece.end = Some(End::Abort),
             }
             self.over = piece.end.is_some();
+            if self.over
+                && let Some(ticket) = &mut self.ticket
+            {
+                ticket.over();
+            }
             piece.output = self.output;
             self.lose_ids(&mut piece);
             return Some(Ok(piece));
@@ -214,6 +224,9 @@ impl Run {
     fn take(&mut self, piece: &mut Piece, batch: TokenBatch) {
         self.output += u32::try_from(batch.ids.len()).unwrap_or(u32::MAX);
         self.last = batch.ids.last().copied();
+        if let Some(ticket) = &self.ticket {
+            ticket.drew(&batch.ids);
+        }
         for id in &batch.ids {
             let bytes = SimText.piece(*id);
             self.text.push(&bytes);

@@ -15,6 +15,7 @@ use shoal_node::engine::Engine;
 use crate::engine_server::call::{Call, Content, Reply};
 use crate::engine_server::fault::{Fault, Faults, Met};
 use crate::engine_server::feed::Feed;
+use crate::engine_server::kv::Kv;
 use crate::engine_server::run::Table;
 use crate::engine_server::seen::{Ending, Log, Note, Seen};
 use crate::engine_server::wire::ResetCord;
@@ -39,6 +40,7 @@ pub(super) struct Shared {
     pub(super) dialect: Dialect,
     pub(super) engine: Arc<dyn Engine>,
     pub(super) table: Table,
+    pub(super) kv: Kv,
     pub(super) log: Log,
     faults: Mutex<Faults>,
     models: Mutex<Vec<String>>,
@@ -54,6 +56,7 @@ impl Shared {
             dialect,
             engine,
             table: Table::default(),
+            kv: Kv::default(),
             log: Log::default(),
             faults: Mutex::default(),
             models: Mutex::new(models),

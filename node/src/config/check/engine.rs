@@ -1,11 +1,12 @@
 //! Settings of the engine.
 
 use std::num::NonZeroU32;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::{Surroundings, within, wrong};
 use crate::config::layers::Given;
-use crate::config::raw::RawEngine;
+use crate::config::raw::{EngineKv, RawEngine};
 use crate::config::{
     ConfigError, EngineKind, EngineSettings, HttpEngineSettings, LlamaSettings, SimSettings,
 };
@@ -38,12 +39,13 @@ const STALL_MS: u64 = 60_000;
 
 pub(super) fn check(
     raw: RawEngine,
+    data_dir: &Path,
     given: &Given,
     surroundings: &Surroundings,
 ) -> Result<EngineSettings, ConfigError> {
     let kind = match raw.engine.split_once(':') {
         None if raw.engine == "llama" => EngineKind::Llama(llama(&raw, surroundings)?),
-        Some(("http" | "https", _)) => EngineKind::Http(http(&raw, given)?),
+        Some(("http" | "https", _)) => EngineKind::Http(http(&raw, data_dir, given)?),
         Some(("sim", profile)) if !profile.is_empty() => {
             EngineKind::Sim(sim(&raw, profile, given)?)
         }
@@ -197,7 +199,11 @@ fn model_id(id: String) -> Result<String, ConfigError> {
 }
 
 /// Where a server is, from its address.
-fn http(raw: &RawEngine, given: &Given) -> Result<HttpEngineSettings, ConfigError> {
+fn http(
+    raw: &RawEngine,
+    data_dir: &Path,
+    given: &Given,
+) -> Result<HttpEngineSettings, ConfigError> {
     for (key, flag) in [
         ("model", "--model"),
         ("model-id", "--model-id"),
@@ -233,7 +239,26 @@ fn http(raw: &RawEngine, given: &Given) -> Result<HttpEngineSettings, ConfigErro
         poll: Duration::from_millis(poll),
         stall: Duration::from_millis(stall),
         context: context.transpose()?,
+        kv_folder: kv_folder(raw, data_dir)?,
     })
+}
+
+/// The folder for KV, where it is to move.
+fn kv_folder(raw: &RawEngine, data_dir: &Path) -> Result<Option<PathBuf>, ConfigError> {
+    match (raw.engine_kv.unwrap_or_default(), &raw.engine_kv_dir) {
+        (EngineKv::Auto, named) => Ok(Some(kv_folder_of(data_dir, named.as_deref()))),
+        (EngineKv::Off, None) => Ok(None),
+        (EngineKv::Off, Some(_)) => Err(wrong(
+            "--engine-kv-dir",
+            "it has no meaning while no KV moves",
+            "leave it out, or say --engine-kv auto",
+        )),
+    }
+}
+
+/// The folder that a node with this data directory shares with its engine, unless another is named.
+pub(crate) fn kv_folder_of(data_dir: &Path, named: Option<&Path>) -> PathBuf {
+    named.map_or_else(|| data_dir.join("engine"), Path::to_owned)
 }
 
 /// `host:port` of an address without anything behind it.
@@ -274,6 +299,8 @@ fn refuse_http_settings(raw: &RawEngine) -> Result<(), ConfigError> {
         ("--engine-api-key-file", raw.engine_api_key_file.is_some()),
         ("--engine-poll-ms", raw.engine_poll_ms.is_some()),
         ("--engine-stall-ms", raw.engine_stall_ms.is_some()),
+        ("--engine-kv", raw.engine_kv.is_some()),
+        ("--engine-kv-dir", raw.engine_kv_dir.is_some()),
     ];
     match given.into_iter().find(|(_, given)| *given) {
         Some((flag, _)) => Err(wrong(

@@ -311,6 +311,26 @@ fn a_server_is_found_by_its_address() {
 }
 
 #[test]
+fn kv_of_a_server_moves_if_asked_through_a_folder_of_the_data_directory() {
+    let folder = |more: &[&str]| -> Result<_, String> {
+        let server = ["--engine", "http://127.0.0.1:8000", "--data-dir", "/d"];
+        let config = beside(&[&server[..], more].concat())?;
+        match config.engine.kind {
+            EngineKind::Http(http) => Ok(http.kv_folder),
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(folder(&[]), Ok(None));
+    assert_eq!(folder(&["--engine-kv", "off"]), Ok(None));
+    let own = folder(&["--engine-kv", "auto"]);
+    assert_eq!(own, Ok(Some(PathBuf::from("/d/engine"))));
+    let named = folder(&["--engine-kv", "auto", "--engine-kv-dir", "/s"]);
+    assert_eq!(named, Ok(Some(PathBuf::from("/s"))));
+    let unused = folder(&["--engine-kv-dir", "/s"]).unwrap_err();
+    assert!(unused.contains("--engine-kv auto"), "{unused}");
+}
+
+#[test]
 fn settings_of_another_engine_are_refused() {
     let server = ["--engine", "http://127.0.0.1:8000"];
     for (flag, value) in [
@@ -329,6 +349,8 @@ fn settings_of_another_engine_are_refused() {
         ("--engine-api-key-file", "f"),
         ("--engine-poll-ms", "100"),
         ("--engine-stall-ms", "5000"),
+        ("--engine-kv", "auto"),
+        ("--engine-kv-dir", "/tmp"),
     ] {
         assert!(refused(&[flag, value]).contains(flag));
     }

@@ -3,11 +3,22 @@
 use std::path::PathBuf;
 
 use clap::builder::BoolishValueParser;
-use clap::{ArgAction, Args};
+use clap::{ArgAction, Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
 use crate::engine::remote::ServerKind;
 use crate::engine::sim::Travels;
+
+/// Whether KV of a server's requests moves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum EngineKv {
+    /// Where the server gives it away.
+    Auto,
+    /// Never.
+    #[default]
+    Off,
+}
 
 /// The engine.
 #[derive(Clone, Debug, Args, Serialize, Deserialize)]
@@ -51,6 +62,20 @@ pub struct RawEngine {
     /// Unit: milliseconds, at least 1000. Cost: how long clients of an engine that hangs wait before their request goes elsewhere.
     #[arg(long, env = "SHOAL_ENGINE_STALL_MS", value_name = "MS")]
     pub engine_stall_ms: Option<u64>,
+
+    /// Whether requests of the server in --engine move with their KV: `auto` where it can be had (a vLLM with the arguments of
+    /// `shoal vllm-args`, a llama-server with --slot-save-path), `off` by recompute alone [default: off].
+    ///
+    /// Unit: name. Cost: while a request moves, its KV is in this process and in shared memory as well, a stage at a time.
+    #[arg(long, env = "SHOAL_ENGINE_KV", value_name = "HOW", value_enum)]
+    pub engine_kv: Option<EngineKv>,
+
+    /// Folder that node and engine share for --engine-kv; a llama-server's --slot-save-path [default: engine in --data-dir].
+    ///
+    /// Unit: path. Cost: nothing for vLLM (it holds two sockets); for llama-server the KV of each request that moves, written and
+    /// removed at once, so a folder in memory is best.
+    #[arg(long, env = "SHOAL_ENGINE_KV_DIR", value_name = "DIR")]
+    pub engine_kv_dir: Option<PathBuf>,
 
     /// Model file in GGUF format; needed by llama, refused by the others [default: none].
     ///

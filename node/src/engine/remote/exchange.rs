@@ -15,6 +15,7 @@ use shoal_gossip::Tokens;
 use super::answer::{End, Ending, GoOn, Ids, Opaque, Reader, Said, Whole};
 use super::client::{Client, Unreachable};
 use super::kind::ServerKind;
+use super::kv::Along;
 use super::question::{Asked, Manner, Question};
 use crate::engine::EngineError;
 use crate::engine::answer::AnswerHead;
@@ -63,19 +64,24 @@ enum State {
 }
 
 impl Exchange {
-    /// Begins to ask for a job. Nothing happens before [`Self::next`].
-    pub(super) fn new(client: Client, asked: Asked, job: Job, fingerprint: u64) -> Self {
+    /// Begins to ask for a job, with what goes along for its KV. Nothing happens before [`Self::next`].
+    pub(super) fn new(
+        client: Client,
+        (asked, along): (Asked, Along),
+        job: Job,
+        fingerprint: u64,
+    ) -> Self {
         let (kind, model) = (job.kind, job.prepared.model.clone());
         let raw = job.generated.is_empty() && !job.body.is_empty();
         let state = if raw {
-            let Question { http, body, manner } = asked.raw(&job);
+            let Question { http, body, manner } = asked.raw(&job, &along);
             let sent = client.send(job.request, http, body);
             State::Asking(
                 sent.map(|sent| Ok((sent.map_err(unreachable)?, manner, None)))
                     .boxed(),
             )
         } else {
-            State::Asking(go_on(client, asked, job).boxed())
+            State::Asking(go_on(client, (asked, along), job).boxed())
         };
         Self {
             state,
@@ -212,7 +218,7 @@ fn unreachable(why: Unreachable) -> EngineError {
 }
 
 /// Asks an engine to go on from ids.
-async fn go_on(client: Client, asked: Asked, mut job: Job) -> Begun {
+async fn go_on(client: Client, (asked, along): (Asked, Along), mut job: Job) -> Begun {
     if job.prepared.prompt.is_empty() {
         let ids = prompt_ids(&client, &job).await?;
         job.prepared.prompt = ids.into();
@@ -232,7 +238,7 @@ async fn go_on(client: Client, asked: Asked, mut job: Job) -> Begun {
         spoken,
         prompt: job.prepared.prompt_tokens(),
     };
-    let Question { http, body, manner } = asked.go_on(&job, None)?;
+    let Question { http, body, manner } = asked.go_on(&job, None, &along)?;
     let sent = client.send(job.request, http, body).await;
     Ok((sent.map_err(unreachable)?, manner, Some(seam)))
 }
@@ -249,7 +255,7 @@ pub(super) async fn warm_up(
     if job.prepared.prompt.is_empty() {
         job.prepared.prompt = prompt_ids(client, &job).await?.into();
     }
-    let Question { http, body, .. } = asked.go_on(&job, Some(1))?;
+    let Question { http, body, .. } = asked.go_on(&job, Some(1), &Along::default())?;
     let response = client.clone().send(job.request, http, body).await;
     let response = response.map_err(unreachable)?;
     let status = response.status();
@@ -263,7 +269,7 @@ pub(super) async fn warm_up(
 }
 
 /// A llama-server's ids of a prompt: rendered and tokenised by itself, as it did when it began.
-async fn prompt_ids(client: &Client, job: &Job) -> Result<Vec<u32>, EngineError> {
+pub(super) async fn prompt_ids(client: &Client, job: &Job) -> Result<Vec<u32>, EngineError> {
     let body: Value = serde_json::from_slice(&job.body)
         .map_err(|_| unreachable("the request's body cannot be read again".into()))?;
     let text = match job.kind {

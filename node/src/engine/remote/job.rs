@@ -8,9 +8,11 @@ use std::sync::Arc;
 
 use bytes::BytesMut;
 use shoal_gossip::{BlockSize, Epoch, Timestamp, Tokens};
+use shoal_migrate::KvRange;
 use tokio::sync::mpsc;
 
 use super::answer::{End, Said};
+use super::kv::Laid;
 use crate::engine::answer::{GoingOn, Spoken};
 use crate::engine::moving::{JobPhase, JobStatus, LastState, MoveError, Opening, PausedJob};
 use crate::engine::work::Job;
@@ -68,6 +70,16 @@ pub(super) struct RemoteJob {
     complete: bool,
     pub(super) over: bool,
     came: Timestamp,
+    /// What its KV goes by at the engine.
+    name: Option<String>,
+    /// Its answer was given up in the middle: it must be asked for anew.
+    stopped: bool,
+    /// The engine keeps its KV under this name, though it does not run there any more.
+    held: Option<String>,
+    /// KV at the engine that it finds when it is asked for.
+    pub(super) laid: Option<Laid>,
+    /// The ids of the KV that has arrived.
+    arrived: Vec<u32>,
 }
 
 impl RemoteJob {
@@ -107,6 +119,11 @@ impl RemoteJob {
             complete: false,
             over: false,
             came: now,
+            name: None,
+            stopped: false,
+            held: None,
+            laid: None,
+            arrived: Vec::new(),
             job,
         };
         new.goes_on_from(new.job.generated.clone(), new.job.spoken.clone());
@@ -335,6 +352,89 @@ impl RemoteJob {
 
     pub(super) fn unpause(&mut self) {
         self.paused = false;
+    }
+
+    /// What its KV goes by at the engine.
+    pub(super) fn name(&self) -> Option<String> {
+        self.name.clone()
+    }
+
+    /// Its prompt, as far as it is known.
+    pub(super) fn prompt_ids(&self) -> Vec<u32> {
+        let on = self.going_on.as_ref().map(|on| &on.prepared);
+        on.unwrap_or(&self.job.prepared).prompt.to_vec()
+    }
+
+    /// Prompt and output.
+    pub(super) fn all_ids(&self) -> Vec<u32> {
+        let mut ids = self.prompt_ids();
+        ids.extend(&self.ids);
+        ids
+    }
+
+    /// Takes note of its prompt, which the engine had not told.
+    pub(super) fn learn_prompt(&mut self, ids: Vec<u32>) {
+        self.prompt = Tokens(u32::try_from(ids.len()).unwrap_or(u32::MAX));
+        let prepared = match &mut self.going_on {
+            Some(on) => &mut on.prepared,
+            None => &mut self.job.prepared,
+        };
+        prepared.prompt = ids.into();
+    }
+
+    /// Whether it has output and can move, so that its KV is worth taking along.
+    pub(super) fn has_kv(&self) -> bool {
+        !self.ids.is_empty() && !self.arriving && self.can_move() && self.name.is_some()
+    }
+
+    /// Its answer is given up, and its task lets the engine know; the engine keeps its KV under that name.
+    pub(super) fn stop(&mut self, held: Option<String>) {
+        self.stopped = true;
+        self.held = held;
+    }
+
+    /// Whether its answer has been given up.
+    pub(super) fn is_stopped(&self) -> bool {
+        self.stopped
+    }
+
+    /// What is to be asked for, under a new name at the engine: all that is known of it.
+    pub(super) fn ask_anew(&mut self, name: String) -> Job {
+        if self.stopped {
+            if let Some(on) = &self.going_on {
+                self.job.prepared = on.prepared.clone();
+            }
+            self.job.generated.clone_from(&self.ids);
+            self.job.spoken.clone_from(&self.spoken);
+            self.by_ids |= !self.ids.is_empty();
+            self.stopped = false;
+        }
+        self.name = Some(name);
+        self.job.clone()
+    }
+
+    /// What the engine keeps for it and has no use for any more.
+    pub(super) fn let_go(&mut self) -> (Option<String>, Option<Laid>) {
+        (self.held.take(), self.laid.take())
+    }
+
+    /// Takes note of a stage of KV; gives all ids up to its end.
+    ///
+    /// # Errors
+    /// When it does not follow what came before, or belongs to another request.
+    pub(super) fn arrived(&mut self, range: KvRange, ids: &[u32]) -> Result<Vec<u32>, String> {
+        if self.arrived.len() != range.start().0 as usize || ids.len() != range.tokens().0 as usize
+        {
+            return Err("a stage that does not follow the one before".to_owned());
+        }
+        let mut all = self.arrived.clone();
+        all.extend(ids);
+        let same = |(one, two): (&u32, &u32)| one == two;
+        if !all.iter().zip(&self.all_ids()).all(same) {
+            return Err("KV of other ids than the request has".to_owned());
+        }
+        self.arrived.clone_from(&all);
+        Ok(all)
     }
 
     /// All of an arriving job is here.

@@ -1,4 +1,5 @@
-//! Hand-over by recompute: the target's engine reads what is known beforehand, and keeps its KV for when the request runs.
+//! Hand-over: with KV where the engine gives it away ([`super::kv`]), else by recompute: the target's engine reads what is known
+//! beforehand, and keeps its KV for when the request runs.
 
 use std::sync::Arc;
 
@@ -76,6 +77,15 @@ impl RemoteEngine {
         }
     }
 
+    /// What could not be taken in ends the request that comes in.
+    fn or_end(&self, entry: &SharedJob, taken: Result<(), MoveError>) -> Result<(), MoveError> {
+        if taken.is_err() {
+            entry.end();
+            self.shared.leave(entry);
+        }
+        taken
+    }
+
     fn asked_of(&self, entry: &SharedJob) -> Result<(Asked, u64), EngineError> {
         let model = entry.lock().job.prepared.model.clone();
         self.shared.asked(&model)
@@ -100,7 +110,17 @@ impl MovingEngine for RemoteEngine {
     }
 
     fn kv_bytes_per_token(&self) -> u32 {
-        0
+        let shape = self.shared.kv.shape();
+        shape.map_or(0, |shape| shape.bytes_per_token)
+    }
+
+    fn kv_grain(&self) -> Option<Tokens> {
+        self.shared.kv.shape().and_then(|shape| shape.grain)
+    }
+
+    fn exports(&self, request: RequestId) -> bool {
+        let entry = lock(&self.shared.jobs).get(&request).cloned();
+        entry.is_some_and(|entry| entry.lock().has_kv())
     }
 
     fn describe(&self, request: RequestId, epoch: Epoch) -> Result<Opening, MoveError> {
@@ -111,11 +131,11 @@ impl MovingEngine for RemoteEngine {
         &self,
         request: RequestId,
         epoch: Epoch,
-        _: Tokens,
-        _: Tokens,
+        from: Tokens,
+        at_most: Tokens,
     ) -> Result<Exported, MoveError> {
-        self.here(request, epoch)?;
-        Err(MoveError::Unfit("its KV stays in its engine".into()))
+        let entry = self.here(request, epoch)?;
+        self.export_kv(&entry, from, at_most).await
     }
 
     async fn pause(
@@ -125,8 +145,8 @@ impl MovingEngine for RemoteEngine {
         kv_from: Option<Tokens>,
     ) -> Result<PausedJob, MoveError> {
         let entry = self.here(request, epoch)?;
-        if kv_from.is_some() {
-            return Err(MoveError::Unfit("its KV stays in its engine".into()));
+        if let Some(from) = kv_from {
+            return self.pause_with_kv(&entry, from).await;
         }
         let now = self.shared.clock.now();
         let paused = entry.lock().pause(now);
@@ -147,7 +167,9 @@ impl MovingEngine for RemoteEngine {
         });
         let (asked, _) = self.shared.asked(&job.prepared.model)?;
         let by_ids = mode != CopyMode::Waiting;
-        if mode == CopyMode::Kv || (by_ids && !self.shared.facts().capabilities.resumes) {
+        let no_way = mode == CopyMode::Kv && self.shared.kv.shape().is_none();
+        let resumes = self.shared.facts().capabilities.resumes && asked.can_take(&job.body);
+        if no_way || (by_ids && !resumes) {
             return Err(EngineError::BadRequest {
                 message: "this engine cannot take a request in that way".into(),
                 param: None,
@@ -156,7 +178,7 @@ impl MovingEngine for RemoteEngine {
         let mut arriving = RemoteJob::new(job, asked.context, self.shared.clock.now());
         arriving.arriving = true;
         let entry = self.shared.enter(arriving)?;
-        if by_ids {
+        if mode == CopyMode::Recompute {
             self.prefill(&entry, asked);
         }
         Ok(())
@@ -166,12 +188,11 @@ impl MovingEngine for RemoteEngine {
         &self,
         request: RequestId,
         epoch: Epoch,
-        _: ExportedKv,
+        kv: ExportedKv,
     ) -> Result<(), MoveError> {
         let entry = self.arriving(request, epoch)?;
-        entry.end();
-        self.shared.leave(&entry);
-        Err(MoveError::Unfit("this engine takes no KV in".into()))
+        let taken = self.import_kv(&entry, kv).await;
+        self.or_end(&entry, taken)
     }
 
     async fn catch_up(
@@ -208,10 +229,9 @@ impl MovingEngine for RemoteEngine {
         kv: Option<ExportedKv>,
     ) -> Result<(), MoveError> {
         let entry = self.arriving(request, epoch)?;
-        if kv.is_some() {
-            entry.end();
-            self.shared.leave(&entry);
-            return Err(MoveError::Unfit("this engine takes no KV in".into()));
+        if let Some(kv) = kv {
+            let taken = self.import_last_kv(&entry, kv).await;
+            self.or_end(&entry, taken)?;
         }
         self.prefilled(&entry).await?;
         entry.lock().completed(state);

@@ -12,12 +12,16 @@ use shoal_gossip::Tokens;
 
 use super::chunk::IdSource;
 use super::kind::ServerKind;
+use super::kv::Along;
 use crate::engine::EngineError;
 use crate::engine::work::{HttpAsk, Job, Prepared, RequestKind, SamplingParams};
 use crate::openai::{self, GenerateRequest};
 
 /// vLLM's and OpenAI's bound for a completion that names none.
 const COMPLETION_TOKENS: u32 = 16;
+
+/// vLLM's bound for a bias, of either sign. A token with more has been drawn fifty times or more.
+const MOST_BIAS: f64 = 100.0;
 
 /// A request to the engine, and how to read its answer.
 #[derive(Debug)]
@@ -46,12 +50,15 @@ pub(super) struct Asked {
     pub(super) has_ids: bool,
     /// It runs higher priorities first.
     pub(super) high_first: bool,
+    /// A grammar can be told what was drawn elsewhere: vLLM's connector does.
+    pub(super) grammar: bool,
     pub(super) context: Tokens,
 }
 
 impl Asked {
-    /// The client's request as it came, except that ids are asked for where that changes nothing else.
-    pub(super) fn raw(self, job: &Job) -> Question {
+    /// The client's request as it came, except that ids are asked for where that changes nothing else, and that its KV gets
+    /// a name.
+    pub(super) fn raw(self, job: &Job, along: &Along) -> Question {
         let as_came = |body: Bytes| Question {
             http: job.http.clone(),
             body,
@@ -63,18 +70,15 @@ impl Asked {
         let Some((prepared, asks_for_ids)) = self.can_go_on(kind, &job.body) else {
             return as_came(job.body.clone());
         };
-        if asks_for_ids {
-            return Question {
-                manner: Manner::Ids(IdSource::Told, Box::new(prepared)),
-                ..as_came(job.body.clone())
-            };
-        }
-        let added = match (source, kind) {
-            (IdSource::TokenIds | IdSource::Told, _) => "\"return_token_ids\":true",
-            (IdSource::Logprobs, RequestKind::Chat) => "\"logprobs\":true,\"top_logprobs\":1",
-            (IdSource::Logprobs, RequestKind::Completion) => "\"logprobs\":1",
+        let source = if asks_for_ids { IdSource::Told } else { source };
+        let ids = match (source, kind) {
+            (IdSource::Told, _) => "",
+            (IdSource::TokenIds, _) => ",\"return_token_ids\":true",
+            (IdSource::Logprobs, RequestKind::Chat) => ",\"logprobs\":true,\"top_logprobs\":1",
+            (IdSource::Logprobs, RequestKind::Completion) => ",\"logprobs\":1",
         };
-        match with_member(&job.body, added) {
+        let added = format!("{ids}{}", along.members());
+        match with_members(&job.body, &added) {
             Some(body) => Question {
                 manner: Manner::Ids(source, Box::new(prepared)),
                 ..as_came(body)
@@ -98,13 +102,22 @@ impl Asked {
     /// How the request would go on elsewhere, if that could give what it would have got here, and whether the client asks
     /// for ids by itself: `docs/engines.md` has the table.
     fn can_go_on(self, kind: RequestKind, body: &[u8]) -> Option<(Prepared, bool)> {
-        let parsed = openai::parse(kind, body).ok()?;
-        let asks_for_ids = only_known_fields(body, self.kind)?;
+        let free = match self.grammar {
+            true => without_grammar(body)?,
+            false => Cow::Borrowed(body),
+        };
+        let parsed = openai::parse(kind, &free).ok()?;
+        let asks_for_ids = only_known_fields(&free, self.kind)?;
         let params = &parsed.params;
-        let penalised = params.presence_penalty != 0.0 || params.frequency_penalty != 0.0;
         let drawn = parsed.seed.is_some() && params.temperature > 0.0;
-        // vLLM counts penalties over what it generated itself; llama-server over the prompt as well.
-        let counts = self.kind == ServerKind::LlamaServer || !penalised;
+        // vLLM counts these over what it generated itself, llama-server over the prompt as well. What is subtracted for each
+        // occurrence can be told as a bias, unless that would be scaled before.
+        let counts = match (params.presence_penalty, params.frequency_penalty) {
+            _ if self.kind == ServerKind::LlamaServer => true,
+            (0.0, 0.0) => true,
+            (0.0, _) => params.repetition_penalty == 1.0,
+            _ => false,
+        };
         if !parsed.stream || !counts || drawn || params.logprobs.is_some() {
             return None;
         }
@@ -136,7 +149,12 @@ impl Asked {
     ///
     /// # Errors
     /// When this engine cannot, or what is left is nothing.
-    pub(super) fn go_on(self, job: &Job, at_most: Option<u32>) -> Result<Question, EngineError> {
+    pub(super) fn go_on(
+        self,
+        job: &Job,
+        at_most: Option<u32>,
+        along: &Along,
+    ) -> Result<Question, EngineError> {
         let prepared = &job.prepared;
         let known = u32::try_from(prepared.prompt.len() + job.generated.len()).unwrap_or(u32::MAX);
         let generated = u32::try_from(job.generated.len()).unwrap_or(u32::MAX);
@@ -153,11 +171,16 @@ impl Asked {
             .copied()
             .collect();
         let mut body = sampling(job, self.kind);
+        if !self.can_take(&job.body) {
+            return Err(bad("this engine's grammars begin anew"));
+        }
         let path = match self.kind {
             ServerKind::Vllm => {
                 body.insert("model".into(), json!(prepared.model));
                 body.insert("max_tokens".into(), json!(left));
                 body.insert("return_token_ids".into(), json!(true));
+                body.extend(grammar_of(&job.body));
+                body.extend(bias_for(&prepared.params, &job.generated));
                 "/v1/completions"
             }
             ServerKind::LlamaServer => {
@@ -170,6 +193,7 @@ impl Asked {
                 return Err(bad("this engine cannot go on from token ids"));
             }
         };
+        along.put_into(&mut body);
         body.insert("prompt".into(), json!(ids));
         body.insert("stream".into(), json!(at_most.is_none()));
         let headers = job.http.headers.clone();
@@ -181,6 +205,11 @@ impl Asked {
             body: Value::Object(body).to_string().into(),
             manner: Manner::GoOn,
         })
+    }
+
+    /// Whether a request with this body can go on here as far as its grammar is concerned.
+    pub(super) fn can_take(self, body: &[u8]) -> bool {
+        self.grammar || grammar_of(body).is_empty()
     }
 
     /// SGLang runs higher numbers first as a rule; everybody else, and the mesh, lower ones.
@@ -238,6 +267,48 @@ fn sampling(job: &Job, kind: ServerKind) -> Map<String, Value> {
         fields.insert("seed".into(), json!(params.seed));
     }
     fields
+}
+
+/// The fields that bind an output to a grammar.
+const GRAMMAR: [&str; 2] = ["response_format", "structured_outputs"];
+
+/// What a body says of a grammar; plain text is none.
+fn grammar_of(body: &[u8]) -> Map<String, Value> {
+    let Ok(mut fields) = serde_json::from_slice::<Map<String, Value>>(body) else {
+        return Map::new();
+    };
+    fields.retain(|name, value| {
+        GRAMMAR.contains(&name.as_str()) && !value.is_null() && value["type"] != "text"
+    });
+    fields
+}
+
+/// A body without its grammar, if it has one; `None` when it is no object.
+fn without_grammar(body: &[u8]) -> Option<Cow<'_, [u8]>> {
+    if grammar_of(body).is_empty() {
+        return Some(Cow::Borrowed(body));
+    }
+    let mut fields: BTreeMap<Cow<'_, str>, &RawValue> = serde_json::from_slice(body).ok()?;
+    fields.retain(|name, _| !GRAMMAR.contains(&&**name));
+    serde_json::to_vec(&fields).ok().map(Cow::Owned)
+}
+
+/// What vLLM, which counts its own output alone, must be told of a frequency penalty: so much is subtracted already.
+fn bias_for(params: &SamplingParams, generated: &[u32]) -> Map<String, Value> {
+    let mut members = Map::new();
+    if params.frequency_penalty != 0.0 && !generated.is_empty() {
+        let mut counts: BTreeMap<u32, u32> = BTreeMap::new();
+        for id in generated {
+            *counts.entry(*id).or_default() += 1;
+        }
+        let bias = |(id, count): (u32, u32)| {
+            let bias = -f64::from(params.frequency_penalty) * f64::from(count);
+            (id.to_string(), json!(bias.clamp(-MOST_BIAS, MOST_BIAS)))
+        };
+        let bias: Map<String, Value> = counts.into_iter().map(bias).collect();
+        members.insert("logit_bias".into(), Value::Object(bias));
+    }
+    members
 }
 
 /// For a body that has only fields whose meaning for the rest of an answer is known: whether it asks vLLM for ids.
@@ -311,15 +382,19 @@ fn only_known_fields(body: &[u8], kind: ServerKind) -> Option<bool> {
     (plain_usage && fields.keys().all(|name| known(name))).then_some(asks_for_ids)
 }
 
-/// A JSON object with one more member at its end.
-fn with_member(body: &[u8], member: &str) -> Option<Bytes> {
+/// A JSON object with more members at its end, each of which has a comma before it.
+fn with_members(body: &[u8], members: &str) -> Option<Bytes> {
     let inner = body.trim_ascii_end().strip_suffix(b"}")?;
-    let mut out = BytesMut::with_capacity(inner.len() + member.len() + 2);
-    out.put_slice(inner.trim_ascii_end());
-    if !out.ends_with(b"{") {
-        out.put_u8(b',');
+    if members.is_empty() {
+        return Some(Bytes::copy_from_slice(body));
     }
-    out.put_slice(member.as_bytes());
+    let mut out = BytesMut::with_capacity(inner.len() + members.len() + 1);
+    out.put_slice(inner.trim_ascii_end());
+    let members = match out.ends_with(b"{") {
+        true => members.trim_start_matches(','),
+        false => members,
+    };
+    out.put_slice(members.as_bytes());
     out.put_u8(b'}');
     Some(out.freeze())
 }

@@ -24,29 +24,13 @@ const UNWELL: Duration = Duration::from_secs(5);
 
 /// Starts the task of a request that is in the table.
 pub(super) fn spawn(shared: &Arc<Shared>, entry: SharedJob, asked: Asked, fingerprint: u64) {
-    let job = entry.lock().job.clone();
-    let most = job.prepared.params.max_tokens as usize;
-    let exchange = if !job.generated.is_empty() && job.generated.len() >= most {
-        // It came complete: nobody has to be asked.
-        entry.lock().ended(Ok(End {
-            reason: FinishReason::Length,
-            text: String::new(),
-            wire: Wire::default(),
-        }));
-        None
-    } else {
-        Some(Exchange::new(
-            shared.client.clone(),
-            asked,
-            job,
-            fingerprint,
-        ))
-    };
     let run = Run {
         heard: shared.clock.now(),
         shared: Arc::clone(shared),
         entry,
-        exchange,
+        asked,
+        fingerprint,
+        exchange: None,
     };
     shared.tasks.spawn_on(run.run(), &shared.runtime);
 }
@@ -54,7 +38,9 @@ pub(super) fn spawn(shared: &Arc<Shared>, entry: SharedJob, asked: Asked, finger
 struct Run {
     shared: Arc<Shared>,
     entry: SharedJob,
-    /// Dropped when the answer is complete or nobody wants it: that ends it at the engine.
+    asked: Asked,
+    fingerprint: u64,
+    /// `None` before the engine was asked. Dropped when the answer is complete or nobody wants it: that ends it at the engine.
     exchange: Option<Exchange>,
     heard: Timestamp,
 }
@@ -76,9 +62,17 @@ impl Run {
     async fn steps(&mut self) {
         let entry = Arc::clone(&self.entry);
         loop {
-            let step = entry.lock().step();
+            let (step, stopped) = {
+                let job = entry.lock();
+                (job.step(), job.is_stopped())
+            };
+            if stopped {
+                // The connection is closed: that stops it at the engine.
+                self.exchange = None;
+            }
             match step {
                 Step::Over => return,
+                Step::Read(_) if self.exchange.is_none() => self.ask(),
                 Step::Hold(to) => {
                     let closed = async {
                         match &to {
@@ -125,6 +119,33 @@ impl Run {
         }
     }
 
+    /// Asks the engine, for the first time or to go on after the answer was given up.
+    fn ask(&mut self) {
+        let name = self.shared.kv.name();
+        let (job, laid) = {
+            let mut entry = self.entry.lock();
+            (entry.ask_anew(name.clone()), entry.laid.clone())
+        };
+        let most = job.prepared.params.max_tokens as usize;
+        if !job.generated.is_empty() && job.generated.len() >= most {
+            // It came complete: nobody has to be asked.
+            return self.entry.lock().ended(Ok(End {
+                reason: FinishReason::Length,
+                text: String::new(),
+                wire: Wire::default(),
+            }));
+        }
+        let prompt = (!job.generated.is_empty()).then_some(job.prepared.prompt.len());
+        let along = self.shared.kv.along(&name, prompt, laid.as_ref());
+        self.heard = self.shared.clock.now();
+        self.exchange = Some(Exchange::new(
+            self.shared.client.clone(),
+            (self.asked, along),
+            job,
+            self.fingerprint,
+        ));
+    }
+
     fn take(&mut self, told: Result<Told, EngineError>) {
         let now = self.shared.clock.now();
         self.heard = now;
@@ -138,7 +159,12 @@ impl Run {
                     let count = u32::try_from(said.ids.len()).unwrap_or(u32::MAX);
                     job.said(said);
                     let request = job.job.request;
+                    let (held, laid) = job.let_go();
                     drop(job);
+                    if held.is_some() || laid.is_some() {
+                        // It runs, and has found what was kept for it.
+                        self.shared.let_go(held, laid);
+                    }
                     // Too often to tell everybody: the next look does.
                     return lock(&self.shared.gauge).drew(now, request, count);
                 }

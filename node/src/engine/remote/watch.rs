@@ -15,7 +15,7 @@ use super::identity::{ASKED, Identity, ServedModel, identify};
 use super::kind::ServerKind;
 use super::reading::{Answer, polled, read};
 use super::{Known, Shared, lock};
-use crate::engine::{Capabilities, EngineFacts};
+use crate::engine::EngineFacts;
 
 /// Time the engine has to answer how it is. With the time between two looks it makes the second within which one that hangs
 /// shows in the load.
@@ -90,6 +90,7 @@ async fn identify_it(shared: &Shared, trouble: &mut String) {
         Ok(identity) => {
             trouble.clear();
             take(shared, &identity);
+            shared.kv.look(identity.kind, &shared.client).await;
         }
         Err(error) => {
             let error = error.to_string();
@@ -139,13 +140,9 @@ fn take(shared: &Shared, identity: &Identity) {
         has_ids: identity.has_tokens,
         high_first: identity.high_first,
     });
-    let capabilities = Capabilities {
-        resumes: goes_on,
-        ..Capabilities::default()
-    };
     let changed = change_facts(shared, |facts| {
         facts.models = models;
-        facts.capabilities = capabilities;
+        facts.capabilities.resumes = goes_on;
     });
     if changed || first.is_none() {
         let names: Vec<&str> = identity

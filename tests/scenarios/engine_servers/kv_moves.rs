@@ -1,0 +1,186 @@
+//! Running requests move between vLLMs with their KV, through the connector inside each, and their clients do not notice.
+
+use serde_json::{Value, json};
+use shoal_tests::client::Events;
+use shoal_tests::engine_server::{Dialect, EngineServer};
+use shoal_tests::wait::until;
+
+use super::moves::{migrate_as, under_way};
+use super::{Beside, COMPLETIONS, engine};
+
+/// Of the engines: a stream here takes a second or two.
+const SPEED: f64 = 3.0;
+
+/// Nodes beside stand-ins of vLLM; each says whether its KV can be had.
+async fn vllms(with_kv: &[bool]) -> Beside {
+    let mut servers = Vec::new();
+    for _ in with_kv {
+        servers.push(EngineServer::start(Dialect::Vllm, engine("m", SPEED)).await);
+    }
+    let mesh = Beside::of(servers).await;
+    for (index, with_kv) in with_kv.iter().enumerate() {
+        if *with_kv {
+            give_kv(&mesh, index).await;
+        }
+    }
+    mesh
+}
+
+/// The connector of a server answers, and its node has noticed: what it sends there has a name.
+async fn give_kv(mesh: &Beside, index: usize) {
+    mesh.servers[index].give_kv(mesh.folders[index].path());
+    until("a node that moves KV", || async {
+        let url = mesh.cluster.http(index);
+        let metrics = mesh.cluster.client().get(url, "/metrics").await;
+        let metrics = String::from_utf8_lossy(&metrics.body).into_owned();
+        let told = metrics
+            .lines()
+            .find(|line| line.starts_with("shoal_engine_kv_bytes"));
+        match told {
+            Some(line) if !line.ends_with(" 0") => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await;
+}
+
+/// A stream with a prompt of some blocks.
+fn long(tokens: u32) -> Value {
+    json!({
+        "model": "m", "prompt": "a shoal has no leader and turns as one ".repeat(8), "max_tokens": tokens,
+        "temperature": 0, "stream": true, "ignore_eos": true, "stream_options": {"include_usage": true},
+    })
+}
+
+/// The text of the next events.
+async fn read(events: &mut Events, count: usize) -> String {
+    let mut text = String::new();
+    for _ in 0..count {
+        let event = events.next().await.expect("an event");
+        let chunk: Value = serde_json::from_str(&event).expect("JSON");
+        text.push_str(chunk["choices"][0]["text"].as_str().unwrap_or_default());
+    }
+    text
+}
+
+/// A stream that has begun, its text so far, and the text that it has when nothing happens.
+async fn begun(mesh: &Beside, body: &Value) -> (Events, String, String) {
+    let (expected, _) = mesh.stream(COMPLETIONS, body).await.text().await;
+    mesh.servers
+        .iter()
+        .for_each(|server| server.kv().forget_cache());
+    let mut events = mesh.stream(COMPLETIONS, body).await;
+    let first = read(&mut events, 6).await;
+    (events, first, expected)
+}
+
+/// Nothing of any request is kept anywhere.
+async fn nothing_kept(mesh: &Beside) {
+    until("engines that hold nothing", || async {
+        let figures: Vec<_> = mesh
+            .servers
+            .iter()
+            .map(|server| server.kv().figures())
+            .collect();
+        match figures
+            .iter()
+            .all(|figures| figures.held + figures.staged == 0)
+        {
+            true => Ok(()),
+            false => Err(figures),
+        }
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_moves_to_and_fro_with_its_kv() {
+    let mesh = vllms(&[true, true]).await;
+    for copy in ["staged", "blocking"] {
+        let (mut events, mut text, expected) = begun(&mesh, &long(160)).await;
+        for _ in 0..2 {
+            let (id, host) = under_way(&mesh).await;
+            let before = mesh.servers[1 - host].kv().figures();
+            let (status, answer) = migrate_as(&mesh, &id, 1 - host, copy).await;
+            assert_eq!(status, 200, "{copy}: {answer}");
+            assert!(answer["bytes"].as_u64() > Some(1_000), "{answer}");
+            text += &read(&mut events, 8).await;
+            let after = mesh.servers[1 - host].kv().figures();
+            assert_eq!(after.wrong, 0, "{copy}: {after:?}");
+            assert!(after.imported > before.imported, "{copy}: {after:?}");
+            assert_eq!(
+                after.computed.last(),
+                Some(&1),
+                "{copy}: one token is computed, {after:?}"
+            );
+        }
+        let (rest, reason) = events.text().await;
+        assert_eq!(text + &rest, expected, "{copy}");
+        assert_eq!(reason.as_deref(), Some("length"));
+        nothing_kept(&mesh).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_goes_wrong_with_kv_costs_no_token() {
+    let mesh = vllms(&[true, true]).await;
+    let (expected, _) = mesh.stream(COMPLETIONS, &long(160)).await.text().await;
+    for (op, why) in [
+        ("info", "bad"),
+        ("blocks", "gone"),
+        ("export", "busy"),
+        ("hold", "gone"),
+        ("wait_held", "gone"),
+        ("stage", "busy"),
+    ] {
+        for copy in ["staged", "blocking"] {
+            let mut events = mesh.stream(COMPLETIONS, &long(160)).await;
+            let text = read(&mut events, 6).await;
+            let (id, host) = under_way(&mesh).await;
+            mesh.servers
+                .iter()
+                .for_each(|server| server.kv().fault(op, why));
+            let (status, answer) = migrate_as(&mesh, &id, 1 - host, copy).await;
+            let (rest, reason) = events.text().await;
+            assert_eq!(text + &rest, expected, "{op} {copy}: {status} {answer}");
+            assert_eq!(reason.as_deref(), Some("length"), "{op} {copy}");
+            for server in &mesh.servers {
+                assert_eq!(server.kv().figures().wrong, 0, "{op} {copy}");
+                server.kv().mend();
+            }
+            nothing_kept(&mesh).await;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_that_stays_after_all_finds_its_kv() {
+    let mesh = vllms(&[true, true]).await;
+    let (mut events, text, expected) = begun(&mesh, &long(160)).await;
+    let (id, host) = under_way(&mesh).await;
+    // Without stages the only part to lay out is the last: the request has stopped by then.
+    mesh.servers[1 - host].kv().fault("stage", "busy");
+    let (status, answer) = migrate_as(&mesh, &id, 1 - host, "blocking").await;
+    assert_eq!(status, 409, "{answer}");
+    let (rest, reason) = events.text().await;
+    assert_eq!(text + &rest, expected);
+    assert_eq!(reason.as_deref(), Some("length"));
+    let figures = mesh.servers[host].kv().figures();
+    assert!(matches!(figures.computed[..], [1..=17]), "{figures:?}");
+    nothing_kept(&mesh).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_engine_that_takes_no_kv_in_is_given_ids() {
+    let mesh = vllms(&[true, false]).await;
+    let (mut events, mut text, expected) = begun(&mesh, &long(160)).await;
+    for _ in 0..2 {
+        let (id, host) = under_way(&mesh).await;
+        let (status, answer) = migrate_as(&mesh, &id, 1 - host, "staged").await;
+        assert_eq!(status, 200, "{answer}");
+        text += &read(&mut events, 4).await;
+    }
+    let (rest, _) = events.text().await;
+    assert_eq!(text + &rest, expected);
+    nothing_kept(&mesh).await;
+}
