@@ -347,7 +347,11 @@ impl SourceSession {
         let missing = arrived.existing - arrived.end;
         let sent = arrived.end - copying.from;
         let next = Copying {
-            stage: copying.stage.next(),
+            // One in which there was nothing to send was not sent: its number is the next one's.
+            stage: match sent {
+                Tokens::ZERO => copying.stage,
+                _ => copying.stage.next(),
+            },
             from: arrived.end,
             missing: Some(missing),
             short: copying.short.saturating_add(1),

@@ -326,6 +326,26 @@ fn copying_goes_on_until_the_rest_is_small_or_no_longer_shrinks() {
 }
 
 #[test]
+fn a_stage_with_nothing_to_send_takes_no_number() {
+    let mut session = after(&[In::Accepted]);
+    let nothing = In::StageSent {
+        stage: StageIndex(0),
+        end: Tokens::ZERO,
+        existing: Tokens(8),
+        took: Duration::from_millis(1),
+    };
+    let asked = feed(&mut session, NOW, nothing);
+    assert_eq!(asked, [Do::Pause { from: Tokens::ZERO }]);
+    let stage = StageIndex(0);
+    let asked = feed(&mut session, NOW, In::Paused);
+    assert_eq!(
+        asked,
+        [Do::SendLast { stage }],
+        "the target waits for this one"
+    );
+}
+
+#[test]
 fn a_long_request_takes_as_many_full_stages_as_it_needs() {
     let mut session = after(&[In::Accepted]);
     for stage in 0..40u16 {
