@@ -188,6 +188,12 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// Its load now. `incarnation` and `seq` are zero: the node fills them in.
     fn load(&self) -> LoadSummary;
 
+    /// Whether requests of this mesh run or wait here. An engine beside the node may be busy with others as well.
+    fn has_work(&self) -> bool {
+        let load = self.load();
+        load.running > 0 || load.queued > 0
+    }
+
     /// Signals that the load or the facts changed, at most once a step.
     fn load_changed(&self) -> watch::Receiver<()>;
 

@@ -239,8 +239,7 @@ impl Node {
     async fn finished(&self) {
         let mut changed = self.engine.load_changed();
         loop {
-            let load = self.loads.summary();
-            if self.requests.is_empty() && load.running == 0 && load.queued == 0 {
+            if self.requests.is_empty() && !self.engine.has_work() {
                 return;
             }
             // Followers end shortly after the engine's last event; nothing else tells of them.
