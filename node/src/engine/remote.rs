@@ -361,6 +361,10 @@ impl Engine for RemoteEngine {
         lock(&self.shared.gauge).load(now)
     }
 
+    fn has_work(&self) -> bool {
+        !lock(&self.shared.jobs).is_empty()
+    }
+
     fn load_changed(&self) -> channel::Receiver<()> {
         self.shared.changed.subscribe()
     }

@@ -382,9 +382,9 @@ impl RemoteJob {
         prepared.prompt = ids.into();
     }
 
-    /// Whether it has output and can move, so that its KV is worth taking along.
+    /// Whether it draws at this engine and can move, so that it has KV to take along.
     pub(super) fn has_kv(&self) -> bool {
-        !self.ids.is_empty() && !self.arriving && self.can_move() && self.name.is_some()
+        self.phase() == JobPhase::Decode && !self.ids.is_empty() && self.name.is_some()
     }
 
     /// Its answer is given up, and its task lets the engine know; the engine keeps its KV under that name.
@@ -407,7 +407,7 @@ impl RemoteJob {
             self.job.generated.clone_from(&self.ids);
             self.job.spoken.clone_from(&self.spoken);
             self.by_ids |= !self.ids.is_empty();
-            self.stopped = false;
+            (self.stopped, self.begun) = (false, false);
         }
         self.name = Some(name);
         self.job.clone()

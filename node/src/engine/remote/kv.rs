@@ -80,8 +80,13 @@ pub(super) struct KvSide {
     /// Tells names of this process from those of an earlier one.
     salt: String,
     names: AtomicU64,
-    trouble: Mutex<String>,
+    /// Looks in a row at which there was none, and why at the last.
+    trouble: Mutex<(u32, String)>,
 }
+
+/// Looks in a row at which the engine's KV is out of reach before requests move by recompute: an engine that has more to do
+/// than it can answers one or two of them late.
+const MISSED: u32 = 3;
 
 /// What is put into a request for the sake of its KV.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -153,7 +158,7 @@ impl KvSide {
             way: Mutex::new(None),
             salt: format!("{:x}-{started:x}", std::process::id()),
             names: AtomicU64::new(0),
-            trouble: Mutex::new(String::new()),
+            trouble: Mutex::default(),
         }
     }
 
@@ -212,7 +217,7 @@ impl KvSide {
     }
 
     fn found(&self, way: Way) {
-        lock(&self.trouble).clear();
+        *lock(&self.trouble) = (0, String::new());
         let mut known = lock(&self.way);
         if known.as_ref().is_none_or(|known| !known.same(&way)) {
             let Shape {
@@ -224,12 +229,19 @@ impl KvSide {
     }
 
     fn lost(&self, why: &str) {
-        *lock(&self.way) = None;
         let mut trouble = lock(&self.trouble);
-        if *trouble != why {
+        let (missed, last) = &mut *trouble;
+        *missed = missed.saturating_add(1);
+        let mut way = lock(&self.way);
+        if way.is_some() && *missed < MISSED {
+            return;
+        }
+        *way = None;
+        drop(way);
+        if last != why {
             let folder = self.folder.as_deref().unwrap_or_else(|| Path::new(""));
             warn!(folder = %folder.display(), "the engine's KV cannot be moved, requests move by recompute: {why}");
-            why.clone_into(&mut trouble);
+            why.clone_into(last);
         }
     }
 }

@@ -14,14 +14,16 @@ use super::socket::{self, CallError};
 /// The protocol that both sides speak.
 const PROTOCOL: u32 = 1;
 
-/// Time for a question that is answered from memory. The engine's own thread goes first, and may compute for long.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// Time for a question that is answered from memory. The engine's own thread goes first; on a processor that has more to do than
+/// it can, the answer took two seconds and more.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Time to copy KV between the engine and shared memory: a gigabyte takes half a second.
 const COPY_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Time until an aborted request is held: the rest of the step that runs.
-const HELD_PATIENCE: Duration = Duration::from_secs(4);
+/// Time until an aborted request is held: the rest of the step that runs, which on a crowded processor was seen to take
+/// five seconds. It is the connector's own bound, and less than a source waits for its engine to stop a request.
+const HELD_PATIENCE: Duration = Duration::from_secs(10);
 
 /// How long the engine keeps what is held or staged if this node does not come back: longer than a hand-over waits for
 /// its home.

@@ -8,7 +8,7 @@ use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use serde::Deserialize;
@@ -36,6 +36,12 @@ const PATIENCE: Duration = Duration::from_secs(4);
 /// Time until a stopped request has left its slot: the rest of the step that runs, and one look.
 const LEFT_PATIENCE: Duration = Duration::from_secs(2);
 
+/// How the names of files begin.
+const FILES: &str = "shoal-";
+
+/// Age of a file that nobody comes back for.
+const FORGOTTEN: Duration = Duration::from_secs(30);
+
 /// Time between two looks at the slots meanwhile: less than a step takes.
 const LOOK: Duration = Duration::from_millis(5);
 
@@ -59,10 +65,8 @@ impl Slots {
     /// # Errors
     /// When it does not.
     pub(super) async fn find(folder: &Path, client: &Client) -> Result<Self, CallError> {
-        if !folder.is_dir() {
-            let folder = folder.display();
-            return Err(CallError::Failed(format!("there is no folder {folder}")));
-        }
+        let swept = folder.to_owned();
+        blocking(move || sweep(&swept)).await?;
         // A name that is none: a server that could write says what is wrong with it.
         let (status, body) = act(client, 0, "save", "../none").await?;
         let text = String::from_utf8_lossy(&body);
@@ -215,7 +219,7 @@ struct Passing {
 
 impl Passing {
     fn new(folder: &Path, name: &str) -> Self {
-        let name = format!("shoal-{name}.bin");
+        let name = format!("{FILES}{name}.bin");
         Self {
             path: folder.join(&name),
             name,
@@ -228,6 +232,27 @@ impl Drop for Passing {
         // It may not have been written.
         drop(fs::remove_file(&self.path));
     }
+}
+
+/// Removes files that nobody came back for: a server that was busy writes one when its node has long given up.
+///
+/// # Errors
+/// When there is no such folder.
+fn sweep(folder: &Path) -> Result<(), CallError> {
+    let entries = fs::read_dir(folder);
+    let entries = entries.map_err(|error| failed(&format!("{}: {error}", folder.display())))?;
+    let now = shoal_gossip::unix_time();
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let ours = name.to_str().is_some_and(|name| name.starts_with(FILES));
+        let written = entry.metadata().and_then(|data| data.modified()).ok();
+        let written = written.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
+        if ours && written.is_some_and(|written| now.saturating_sub(written) > FORGOTTEN) {
+            // Another look may have been quicker.
+            drop(fs::remove_file(entry.path()));
+        }
+    }
+    Ok(())
 }
 
 fn failed(why: &str) -> CallError {
@@ -252,7 +277,8 @@ async fn act(
     answered.map_err(CallError::Failed)
 }
 
-/// The ids at the beginning of a slot's file; `None` when it is none.
+/// The ids at the beginning of a slot's file; `None` when it is none. llama.cpp's own files have them plain behind their count;
+/// its server puts a mark, a version and their count before them, and the count of what else may stand among them behind.
 fn ids_of(file: &[u8]) -> Option<Vec<u32>> {
     let mut words = file
         .chunks_exact(4)
@@ -262,8 +288,12 @@ fn ids_of(file: &[u8]) -> Option<Vec<u32>> {
     if magic != MAGIC || count > file.len() / 4 {
         return None;
     }
-    let ids: Vec<u32> = words.take(count).collect();
-    (ids.len() == count).then_some(ids)
+    let section: Vec<u32> = words.take(count).collect();
+    match section[..] {
+        _ if section.len() < count => None,
+        [u32::MAX, 1, count, ref rest @ ..] => rest.get(..count as usize).map(<[u32]>::to_vec),
+        _ => Some(section),
+    }
 }
 
 #[cfg(test)]
@@ -280,6 +310,11 @@ mod tests {
         good.extend(b"state");
         assert_eq!(ids_of(&good), Some(vec![11, 12]));
         assert_eq!(ids_of(&file(&[MAGIC, 4, 0])), Some(Vec::new()));
+        let mut served = file(&[MAGIC, 4, 6, u32::MAX, 1, 2, 11, 12, 0]);
+        served.extend(b"state");
+        assert_eq!(ids_of(&served), Some(vec![11, 12]));
+        let short = file(&[MAGIC, 4, 5, u32::MAX, 1, 3, 11, 12]);
+        assert_eq!(ids_of(&short), None);
         for bad in [
             file(&[]),
             file(&[MAGIC, 4]),
@@ -289,5 +324,24 @@ mod tests {
         ] {
             assert_eq!(ids_of(&bad), None);
         }
+    }
+
+    #[test]
+    fn files_that_nobody_comes_back_for_are_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let make = |name: &str, age: Duration| {
+            let file = fs::File::create(folder.path().join(name)).unwrap();
+            let then = SystemTime::UNIX_EPOCH + (shoal_gossip::unix_time() - age);
+            file.set_modified(then).unwrap();
+        };
+        make("shoal-1.bin", FORGOTTEN * 2);
+        make("shoal-2.bin", Duration::ZERO);
+        make("another", FORGOTTEN * 2);
+        sweep(folder.path()).unwrap();
+        let left = fs::read_dir(folder.path()).unwrap();
+        let mut left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
+        left.sort();
+        assert_eq!(left, ["another", "shoal-2.bin"]);
+        assert!(sweep(Path::new("/nonexistent")).is_err());
     }
 }
