@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
 # Holds nodes beside two real llama-servers to what a client and an operator expect: every request answered, rows that
-# follow the engines' own numbers, an engine killed, a stream moved. Ends with one line, `PASS engines: figures` or
-# `FAIL engines: figures`. Everything that is fetched is cached; without a network it runs once that is there.
+# follow the engines' own numbers, an engine killed, streams moved with their KV, also while the target dies and while nodes
+# leave. Ends with one line, `PASS engines: figures` or `FAIL engines: figures`. Everything that is fetched is cached; without
+# a network it runs once that is there.
 #
-#   scripts/check-engines.sh [--prepare|--dev] [--requests N] [--at-once N] [--streams N] [--parts 'mixed,freeness,...'] [--keep-logs]
-#   --prepare   fetch what it needs and stop
-#   --dev       as the tests do it: with the binary that they built, and ten times the patience
+#   scripts/check-engines.sh [--prepare|--dev] [--requests N] [--at-once N] [--streams N] [--without-kv] [--keep-logs]
+#                            [--parts 'mixed,freeness,models,hanging up,hand-over,moving,target killed,rolling drain,nothing held,killed engine']
+#   --prepare     fetch what it needs and stop
+#   --dev         as the tests do it: with the binary that they built, and ten times the patience
+#   --without-kv  requests move by recompute, as with servers that give no KV away
+#   --kv-streams, --kv-tokens, --kv-clients, --engine-kills, --node-kills: how much of it the parts about KV do
 set -euo pipefail
 source "$(dirname "$0")/lib.sh"
 

@@ -3,9 +3,18 @@
 # llama-server. Ends with one line, `PASS vllm: figures` or `FAIL vllm: figures`.
 #
 # Opt-in: the first run fetches vLLM and what it needs (about 6 GB on disk) and converts the demo model for it (270 MB).
-# Both are cached; the check itself takes about 9 GB of memory and some ten minutes on two idle cores.
+# Both are cached; the check itself takes about 9 GB of memory and some fifteen minutes on two idle cores.
 #
-#   scripts/check-vllm.sh [--requests N] [--bench-requests N] [--at-once N] [--parts 'mixed,bench,...'] [--keep-logs]
+#   scripts/check-vllm.sh [--requests N] [--bench-requests N] [--at-once N] [--without-kv] [--keep-logs] [--parts 'mixed,bench,...']
+#   --without-kv  vLLM without the connector of migrate/vllm, nodes that move requests by recompute
+#   --kv-streams, --kv-tokens, --kv-clients, --engine-kills, --node-kills: how much of it the parts about KV do
+#
+# Parts: mixed, bench, freeness, models, hanging up, hand-over, moving, target killed, rolling drain, nothing held,
+# killed engine. The four before the last are about KV (scripts/kv_checks.py). These two have engines of their own and run only
+# when they are named:
+#
+#   scripts/check-vllm.sh --parts overhead [--overhead-rounds N]                          what the connector costs; five minutes
+#   scripts/check-vllm.sh --parts pressure [--pressure-requests N] [--pressure-rate R]    engines short of KV; seven minutes
 set -euo pipefail
 source "$(dirname "$0")/lib.sh"
 

@@ -18,7 +18,6 @@ import itertools
 import os
 import random
 import signal
-import subprocess
 import time
 
 from death_streams import MODEL_ID, OUTPUT, READY_WITHIN, Told, all_ended, unbroken_run
@@ -43,12 +42,6 @@ ARRIVALS = 0.03
 LOOK_EVERY = 0.1
 
 
-async def added(nodes, mesh, name, *labels):
-    """Sum of a counter over these nodes."""
-    pages = await asyncio.gather(*(nodes.counters(node) for node in mesh))
-    return round(sum(counted(page, name, *labels) for page in pages if page))
-
-
 class Wave:
     """Streams through all nodes but one, and hosted by all of them, so that something can happen to that one."""
 
@@ -70,7 +63,7 @@ class Wave:
 
     async def begin(self):
         """Opens the streams, and waits until all that the victim hosts have begun."""
-        self.replays_before = await added(self.nodes, self.homes, "shoal_replays_total")
+        self.replays_before = await self.nodes.added(self.homes, "shoal_replays_total")
         for stream in self.streams:
             self.tasks.append(asyncio.create_task(stream.run()))
             await asyncio.sleep(ARRIVALS)
@@ -93,7 +86,7 @@ class Wave:
 
     async def end(self):
         await all_ended(self.tasks)
-        self.replays = await added(self.nodes, self.homes, "shoal_replays_total") - self.replays_before
+        self.replays = await self.nodes.added(self.homes, "shoal_replays_total") - self.replays_before
 
     def cancel(self):
         for task in self.tasks:
@@ -316,16 +309,16 @@ class Rolling:
     async def restart(self, node, running):
         others = [other for other in self.nodes.all() if other is not node]
         arrivals = ("shoal_move_arrivals_total", 'outcome="arrived"')
-        moved, replays = await added(self.nodes, others, *arrivals), await added(self.nodes, others, "shoal_replays_total")
+        moved, replays = await self.nodes.added(others, *arrivals), await self.nodes.added(others, "shoal_replays_total")
         before = await self.nodes.counters(node) or {}
         began = time.monotonic()
         node.process.terminate()
-        code, last, empty = await self.last_words(node)
+        code, last, empty = await self.nodes.last_words(node, EXIT_WITHIN)
         took, empty = time.monotonic() - began, empty - began
         if code != 0:
             self.complaints.append(f"{node.name} ended with {code} after SIGTERM; its log ends with:\n{node.last_lines()}")
-        moved = await added(self.nodes, others, *arrivals) - moved
-        replays = await added(self.nodes, others, "shoal_replays_total") - replays
+        moved = await self.nodes.added(others, *arrivals) - moved
+        replays = await self.nodes.added(others, "shoal_replays_total") - replays
         # Of the node itself nobody knows more than its last page.
         grown = {name: counted(last, name) - counted(before, name) for name in ("shoal_replays_total", "shoal_move_bytes_total")}
         recomputed, mib = replays + round(grown["shoal_replays_total"]), grown["shoal_move_bytes_total"] / 2**20
@@ -342,23 +335,6 @@ class Rolling:
             f"{moved} moved to others with {mib:.1f} MiB of KV, {recomputed} gone on from the ledger; ready again {back:.1f} s after its "
             f"start"
         )
-
-    async def last_words(self, node):
-        """How a node that was told to stop ended, the last metrics it showed, and when its engine was empty."""
-        ending = asyncio.create_task(asyncio.to_thread(node.process.wait, EXIT_WITHIN))
-        last, empty = {}, None
-        while not ending.done():
-            page = await self.nodes.counters(node)
-            if page is not None:
-                last = page
-                busy = counted(page, "shoal_engine_running") + counted(page, "shoal_engine_queued")
-                empty = (empty or time.monotonic()) if not busy else None
-            await asyncio.wait({ending}, timeout=LOOK_EVERY)
-        try:
-            return ending.result(), last, empty or time.monotonic()
-        except subprocess.TimeoutExpired:
-            self.nodes.kill(node)
-            return "no exit", last, empty or time.monotonic()
 
     def figures(self):
         streams = self.load.streams if self.load else []

@@ -9,6 +9,8 @@ each, one mesh. What must hold:
 4. An engine killed while streams run: no stream is cut, new requests succeed, the row says Failed within a second, and
    Ready once the engine is back.
 5. A greedy stream that moves to the other engine gives the text of an unmoved run.
+6. So do streams that move with their KV, there and back and several at once, streams whose target dies while they move, and
+   those of nodes that leave in order; and afterwards no engine holds anything.
 
 The last line is `PASS engines: figures` or `FAIL engines: figures`.
 """
@@ -16,6 +18,7 @@ The last line is `PASS engines: figures` or `FAIL engines: figures`.
 import argparse
 
 import engine_checks
+import kv_checks
 from engine_servers import EngineNodes, LlamaServer, start_engines, stop_engines
 from mesh_nodes import Failure, conclude, note
 
@@ -28,17 +31,22 @@ PARTS = [
     ("models", engine_checks.names),
     ("hanging up", engine_checks.closing),
     ("hand-over", engine_checks.handover),
+    ("moving", kv_checks.moving),
+    ("target killed", kv_checks.target_killed),
+    ("rolling drain", kv_checks.rolling_drain),
+    ("nothing held", kv_checks.nothing_held),
     ("killed engine", engine_checks.kill),
 ]
 
 
 async def check(options, folder):
-    engines = [LlamaServer(f"engine{number}", folder, MODEL_ID, options.engine_python, options.model) for number in (1, 2)]
+    kv = not options.without_kv
+    engines = [LlamaServer(f"engine{number}", folder, MODEL_ID, options.engine_python, options.model, kv) for number in (1, 2)]
     nodes = EngineNodes(options.binary, engines, folder)
     try:
         note(f"two llama-servers are up after {await start_engines(engines):.1f} s")
         # Moves are asked for here, and none comes by itself in between.
-        nodes.start_mesh(len(engines), ["--reschedule-interval-ms", "0"])
+        nodes.start_mesh(len(engines), ["--reschedule-interval-ms", "0", *kv_checks.LEAVING])
         await nodes.wait_until_ready(nodes.all(), READY_WITHIN)
         chosen = [(name, part) for name, part in PARTS if not options.parts or name in options.parts.split(",")]
         return await engine_checks.run_parts(nodes, options, chosen)
@@ -59,6 +67,7 @@ def main():
     parser.add_argument("--streams", type=int, default=6, help="that run while rows are compared and when an engine is killed")
     parser.add_argument("--tokens", type=int, default=160, help="of each of these streams")
     parser.add_argument("--copy", default="", help="the manner of a move, if not the node's own choice")
+    kv_checks.add_options(parser, kv_streams=4, kv_tokens=64, kv_clients=4, engine_kills="30", node_kills="60")
     parser.add_argument("--parts", default="", help=f"only these, of {','.join(name for name, _ in PARTS)}")
     parser.add_argument("--keep-logs", action="store_true", help="keep the logs even if all is well")
     conclude("engines", parser.parse_args(), check)

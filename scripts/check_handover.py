@@ -23,7 +23,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from http_stream import HttpError, Stream, question
+from http_stream import Stream, move, question
 from mesh_nodes import Failure, Nodes, note, share
 from prompts import SENTENCE, TOPICS
 
@@ -57,14 +57,6 @@ def body(number):
 
 def outcome(stream):
     return (stream.text, stream.finish, stream.tokens)
-
-
-async def move(node, request, to, copy="staged"):
-    """Moves a request; its figures, or the reason why it stays."""
-    try:
-        return await question(node.http, f"/mesh/requests/{request}/migrate", {"to": to, "copy": copy})
-    except HttpError as error:
-        return str(error)
 
 
 async def whereabouts(home, request):

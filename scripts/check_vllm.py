@@ -4,7 +4,10 @@ Run by check-vllm.sh, which gets the binary, vLLM, the model and the client read
 node beside each, one mesh. What must hold is what check_engines.py says, with token ids compared where a stream moves, and
 that vLLM's own benchmark runs through a node without a failed request.
 
-It takes some ten minutes on two idle cores, two of them for the engines to start, and about 9 GB of memory.
+It takes some fifteen minutes on two idle cores, two of them for the engines to start, and about 9 GB of memory.
+
+Two parts run when they are asked for alone, with engines of their own: overhead says what the connector costs that gives KV away,
+pressure what moves are good for when an engine is short of KV.
 
 The last line is `PASS vllm: figures` or `FAIL vllm: figures`.
 """
@@ -14,7 +17,10 @@ import asyncio
 import json
 
 import engine_checks
+import kv_checks
+import kv_costs
 from engine_servers import EngineNodes, VllmServer, start_engines, stop_engines, vllm_environment
+from http_stream import HttpError
 from mesh_nodes import Failure, conclude, note
 
 MODEL_ID = "smollm2-135m"
@@ -67,21 +73,43 @@ PARTS = [
     ("models", engine_checks.names),
     ("hanging up", engine_checks.closing),
     ("hand-over", engine_checks.handover),
+    ("moving", kv_checks.moving),
+    ("target killed", kv_checks.target_killed),
+    ("rolling drain", kv_checks.rolling_drain),
+    ("nothing held", kv_checks.nothing_held),
     ("killed engine", engine_checks.kill),
 ]
+# With engines of their own, and only if they are asked for.
+ALONE = {"overhead": kv_costs.overhead, "pressure": kv_costs.pressure}
 
 
 async def check(options, folder):
-    engines = [VllmServer(f"engine{number}", folder, MODEL_ID, options.engine_python, options.model) for number in (1, 2)]
+    asked = options.parts.split(",") if options.parts else [name for name, _ in PARTS]
+    chosen = [(name, part) for name, part in PARTS if name in asked]
+    figures, complaints = await in_one_mesh(options, folder, chosen) if chosen else ([], [])
+    for name in asked:
+        if name in ALONE:
+            try:
+                said, wrong = await ALONE[name](options, folder, MODEL_ID)
+            except (Failure, HttpError, OSError, asyncio.TimeoutError, LookupError) as failure:
+                said, wrong = f"{name} failed", [f"{name}: {type(failure).__name__} {failure}"]
+            note(f"{name}: {said}")
+            figures, complaints = [*figures, said], complaints + wrong
+    return figures, complaints
+
+
+async def in_one_mesh(options, folder, chosen):
+    """The parts that share two vLLMs and a mesh."""
+    kv = {"kv": not options.without_kv, "binary": options.binary}
+    engines = [VllmServer(f"engine{number}", folder, MODEL_ID, options.engine_python, options.model, **kv) for number in (1, 2)]
     nodes = EngineNodes(options.binary, engines, folder)
     try:
         note("starting two vLLMs, which takes some minutes")
         note(f"two vLLMs are up after {await start_engines(engines):.0f} s")
         # Moves are asked for here, and none comes by itself in between.
         # Two vLLMs take all of a small machine, which then stalls for seconds: that is no death of a node.
-        nodes.start_mesh(len(engines), ["--reschedule-interval-ms", "0", "--phi", "32"])
+        nodes.start_mesh(len(engines), ["--reschedule-interval-ms", "0", "--phi", "32", *kv_checks.LEAVING])
         await nodes.wait_until_ready(nodes.all(), READY_WITHIN)
-        chosen = [(name, part) for name, part in PARTS if not options.parts or name in options.parts.split(",")]
         return await engine_checks.run_parts(nodes, options, chosen)
     except Failure as failure:
         return [], [str(failure)]
@@ -101,7 +129,9 @@ def main():
     parser.add_argument("--streams", type=int, default=6, help="that run while rows are compared and when an engine is killed")
     parser.add_argument("--tokens", type=int, default=192, help="of each of these streams")
     parser.add_argument("--copy", default="", help="the manner of a move, if not the node's own choice")
-    parser.add_argument("--parts", default="", help=f"only these, of {','.join(name for name, _ in PARTS)}")
+    kv_checks.add_options(parser, kv_streams=16, kv_tokens=128, kv_clients=8, engine_kills="100", node_kills="0,50,150,400")
+    kv_costs.add_options(parser)
+    parser.add_argument("--parts", default="", help=f"only these, of {','.join([*(name for name, _ in PARTS), *ALONE])}")
     parser.add_argument("--keep-logs", action="store_true", help="keep the logs even if all is well")
     conclude("vllm", parser.parse_args(), check)
 

@@ -278,10 +278,10 @@ def what_clients_saw(victim, pairs, expected):
     return saw, complaints
 
 
-def counting(start, tokens, **more):
-    """A greedy stream that counts on: there is hardly ever a doubt about the next token, and one that is lost or comes
-    twice is seen."""
-    text = ", ".join(str(number) for number in range(start, start + 7))
+def counting(start, tokens, numbers=7, **more):
+    """A greedy stream that counts on from so many numbers: there is hardly ever a doubt about the next token, and one that is
+    lost or comes twice is seen."""
+    text = ", ".join(str(number) for number in range(start, start + numbers))
     return completion("stream", f"{text},", tokens, True, ignore_eos=True, **more)
 
 

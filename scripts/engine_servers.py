@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 import urllib.error
@@ -18,6 +19,10 @@ from mesh_nodes import LOOK_EVERY, STOP_WITHIN, Failure, Nodes, environment, fre
 
 # Seconds a question to an engine may take; a busy engine answers between two steps.
 ANSWER_WITHIN = 10
+# Seconds until an engine that runs nothing has forgotten what it computed: longer than it holds KV for a node.
+FORGOTTEN_WITHIN = 45
+# What vLLM loads to give its KV away.
+CONNECTOR = Path(__file__).resolve().parent.parent / "migrate" / "vllm"
 
 
 class Usage:
@@ -31,13 +36,18 @@ class Usage:
 
 
 class EngineServer:
-    """One engine process. A subclass says how it is started and how it is asked."""
+    """One engine process. A subclass says how it is started and how it is asked.
+
+    With `kv` it shares a folder with its node, through which KV of its requests goes in and out."""
 
     # Seconds from the start to the first healthy answer.
     READY_WITHIN = 60
 
-    def __init__(self, name, folder, model_id):
+    def __init__(self, name, folder, model_id, kv=False):
         self.name, self.model_id = name, model_id
+        self.kv = folder / f"{name}-kv" if kv else None
+        if self.kv:
+            self.kv.mkdir(mode=0o700)
         self.port = free_ports(1)[0][0]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"{name}.log"
@@ -52,6 +62,14 @@ class EngineServer:
     async def usage(self):
         """How full it is; None while it gives no answer."""
         raise NotImplementedError
+
+    async def forget(self):
+        """Has it drop what it keeps of requests that are over, so that none finds KV of another."""
+
+    async def held(self):
+        """What it has of requests, in words; nothing when it has nothing."""
+        usage = await self.usage()
+        return [] if usage and usage.running + usage.waiting + usage.tokens == 0 else [f"{self.name}: {usage}"]
 
     def start(self):
         with open(self.log, "ab") as log:
@@ -97,6 +115,15 @@ class EngineServer:
 
         return await asyncio.to_thread(ask)
 
+    async def post(self, path):
+        """The JSON that a POST without a body is answered with."""
+
+        def ask():
+            with urllib.request.urlopen(f"{self.url}{path}", data=b"", timeout=ANSWER_WITHIN) as answer:
+                return json.load(answer)
+
+        return await asyncio.to_thread(ask)
+
     async def wait_until_healthy(self):
         """Seconds that took."""
         began = time.monotonic()
@@ -125,14 +152,15 @@ class LlamaServer(EngineServer):
     # What a request asks for so that two runs of it can be compared: no prefill that starts from what an earlier left.
     COMPARABLE = {"cache_prompt": False}
 
-    def __init__(self, name, folder, model_id, python, model):
-        super().__init__(name, folder, model_id)
+    def __init__(self, name, folder, model_id, python, model, kv=False):
+        super().__init__(name, folder, model_id, kv)
         self.python, self.model = python, model
 
     def command(self):
         runner = Path(__file__).with_name("llama_server.py")
+        saved = ["--slot-save-path", str(self.kv)] if self.kv else []
         return [self.python, str(runner), "--model", self.model, "--alias", self.model_id, "--port", str(self.port),
-                "--parallel", str(self.SLOTS), "--context", str(self.CONTEXT)]
+                "--parallel", str(self.SLOTS), "--context", str(self.CONTEXT), *saved]
 
     @staticmethod
     def tokenize_body(text):
@@ -149,43 +177,90 @@ class LlamaServer(EngineServer):
         tokens = sum(slot.get("n_prompt_tokens", 0) for slot in busy)
         return Usage(len(busy), waiting, tokens, sum(slot["n_ctx"] for slot in slots))
 
+    async def forget(self):
+        # Without a folder it lets nobody act on its slots.
+        for slot in range(self.SLOTS if self.kv else 0):
+            await self.post(f"/slots/{slot}?action=erase")
+
+    async def held(self):
+        left = sorted(file.name for file in self.kv.iterdir()) if self.kv else []
+        return await super().held() + ([f"{self.name}: files {left} in its folder"] if left else [])
+
 
 class VllmServer(EngineServer):
     """vLLM on CPU, started by its module: the command of the CPU package looks for a package of another name.
 
-    In 32 bits: with 16 an output depends on what else runs in the same step.
+    In 32 bits: with 16 an output depends on what else runs in the same step. With `kv` its arguments are those that the shoal
+    `binary` names.
     """
 
     READY_WITHIN = 400
     TOOL_CHOICE = "none"
     COMPARABLE = {"return_token_ids": True}
-    # 96 blocks of 32 tokens: some twenty of the requests here fill it.
-    BLOCKS, BLOCK_SIZE, CONTEXT, SLOTS = 96, 32, 1024, 16
+    # Slots for all streams that move and for the short requests that bring in their KV.
+    BLOCK_SIZE, CONTEXT, SLOTS = 32, 1024, 24
 
-    def __init__(self, name, folder, model_id, python, model):
-        super().__init__(name, folder, model_id)
-        self.python, self.model = python, model
+    def __init__(self, name, folder, model_id, python, model, blocks=288, kv=False, binary=None):
+        super().__init__(name, folder, model_id, kv)
+        self.python, self.model, self.blocks, self.binary = python, model, blocks, binary
 
     def command(self):
         return [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model,
                 "--served-model-name", self.model_id, "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager",
                 "--max-model-len", str(self.CONTEXT), "--max-num-seqs", str(self.SLOTS), "--block-size", str(self.BLOCK_SIZE),
-                "--num-gpu-blocks-override", str(self.BLOCKS), "--enable-prompt-tokens-details"]
+                "--num-gpu-blocks-override", str(self.blocks), "--enable-prompt-tokens-details", *self._connector()]
+
+    def _connector(self):
+        if not self.kv:
+            return []
+        ask = [self.binary, "vllm-args", "--engine-kv-dir", str(self.kv)]
+        return subprocess.run(ask, check=True, stdout=subprocess.PIPE, text=True, env=environment()).stdout.split()
 
     @staticmethod
     def tokenize_body(text):
         return {"prompt": text}
 
     def environment(self):
-        return vllm_environment()
+        # In its developers' mode it can be told to drop its prefix cache.
+        return vllm_environment() | {"VLLM_SERVER_DEV_MODE": "1"} | ({"PYTHONPATH": str(CONNECTOR)} if self.kv else {})
 
     async def usage(self):
-        text = await self.fetch("/metrics")
-        if text is None:
+        metrics, capacity = await self.metrics(), self.blocks * self.BLOCK_SIZE
+        if metrics is None:
             return None
-        metrics, capacity = parse_metrics(text), self.BLOCKS * self.BLOCK_SIZE
         return Usage(int(metrics["vllm:num_requests_running"]), int(metrics["vllm:num_requests_waiting"]),
                      round(metrics["vllm:kv_cache_usage_perc"] * capacity), capacity)
+
+    async def metrics(self):
+        """Its metrics by name; None while it gives no answer."""
+        text = await self.fetch("/metrics")
+        return parse_metrics(text) if text is not None else None
+
+    async def forget(self):
+        began = time.monotonic()
+        while not (await self.post("/reset_prefix_cache"))["success"]:
+            if time.monotonic() - began > FORGOTTEN_WITHIN:
+                raise Failure(f"{self.name} keeps blocks in use though nothing runs: {await self.held()}")
+            await asyncio.sleep(LOOK_EVERY)
+
+    async def held(self):
+        found = await super().held()
+        if self.kv:
+            told = await asyncio.to_thread(ask_connector, self.kv / "scheduler.sock", {"op": "list"})
+            if told != {"ok": True, "live": [], "held": []}:
+                found.append(f"{self.name}: its connector says {told}")
+        return found
+
+
+def ask_connector(path, body):
+    """The answer of vLLM's side to one question: each is a length and a JSON object."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(ANSWER_WITHIN)
+        connection.connect(str(path))
+        data = json.dumps(body).encode()
+        connection.sendall(len(data).to_bytes(4, "big") + data)
+        with connection.makefile("rb") as answer:
+            return json.loads(answer.read(int.from_bytes(answer.read(4), "big")))
 
 
 def vllm_environment():
@@ -222,10 +297,14 @@ class EngineNodes(Nodes):
     def __init__(self, binary, engines, folder):
         super().__init__(binary, None, engines[0].model_id, folder)
         self.engines = engines
+        # Answers of requests that nothing happened to, by prompt and length.
+        self.unmoved = {}
         self._beside = {f"node{number}": engine for number, engine in enumerate(engines, 1)}
 
     def engine(self, node):
-        return ["--engine", self._beside[node.name].url]
+        beside = self._beside[node.name]
+        kv = ["--engine-kv", "auto", "--engine-kv-dir", str(beside.kv)] if beside.kv else []
+        return ["--engine", beside.url, *kv]
 
     def engine_of(self, node):
         """The engine beside a node."""

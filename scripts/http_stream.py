@@ -61,11 +61,19 @@ async def question(port, path, body=None, within=60):
         reader, writer, status, headers = await _open(port, "GET" if body is None else "POST", path, body)
         text = (await _rest(reader, headers)).decode()
         writer.close()
-        if status != 200:
+        if status // 100 != 2:
             raise HttpError(status, text)
         return json.loads(text)
 
     return await asyncio.wait_for(ask(), within)
+
+
+async def move(node, request, to, copy="staged"):
+    """Moves a request; its figures, or the reason why it stays."""
+    try:
+        return await question(node.http, f"/mesh/requests/{request}/migrate", {"to": to, "copy": copy})
+    except HttpError as error:
+        return str(error)
 
 
 class Stream:

@@ -18,6 +18,7 @@ def main():
     parser.add_argument("--parallel", type=int, default=4, help="slots")
     parser.add_argument("--context", type=int, default=8192, help="KV tokens over all slots")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--slot-save-path", default="", help="folder that slots are saved to and restored from")
     parser.add_argument("--unified", action="store_true", help="one pool of KV for all slots; without it each has its own part")
     options = parser.parse_args()
     starter = os.getppid()
@@ -28,6 +29,9 @@ def main():
     params.port = options.port
     params.n_parallel, params.n_ctx = options.parallel, options.context
     params.kv_unified = options.unified
+    if options.slot_save_path:
+        # Names of files are put behind it as they are.
+        params.slot_save_path = os.path.join(options.slot_save_path, "")
     params.cpuparams.n_threads = options.threads
     # Each answer is computed, and none comes out of what an earlier request left.
     params.cache_ram_mib = 0

@@ -182,6 +182,28 @@ class Nodes:
 
         return await asyncio.to_thread(fetch)
 
+    async def added(self, nodes, name, *labels):
+        """Sum of a counter over these nodes."""
+        pages = await asyncio.gather(*(self.counters(node) for node in nodes))
+        return round(sum(counted(page, name, *labels) for page in pages if page))
+
+    async def last_words(self, node, within):
+        """How a node that was told to stop ended, the last metrics it showed, and when its engine was empty."""
+        ending = asyncio.create_task(asyncio.to_thread(node.process.wait, within))
+        last, empty = {}, None
+        while not ending.done():
+            page = await self.counters(node)
+            if page is not None:
+                last = page
+                busy = counted(page, "shoal_engine_running") + counted(page, "shoal_engine_queued")
+                empty = (empty or time.monotonic()) if not busy else None
+            await asyncio.wait({ending}, timeout=LOOK_EVERY)
+        try:
+            return ending.result(), last, empty or time.monotonic()
+        except subprocess.TimeoutExpired:
+            self.kill(node)
+            return "no exit", last, empty or time.monotonic()
+
     async def is_ready(self, node):
         def fetch():
             try:
