@@ -20,6 +20,7 @@ source "$(dirname "$0")/lib.sh"
 
 CLIENT="openai==3.57.0"
 VLLM="0.32.0"
+PYTEST="9.0.2"
 # The package pins a build of torch that the index does not have; the usual one serves on CPUs as well.
 TORCH="torch==2.13.0 torchvision==0.28.0"
 
@@ -47,6 +48,17 @@ need_vllm() {
     touch "$ENGINE/complete"
 }
 
+# The tests of the connector, with vLLM itself around it.
+test_connector() {
+    local tool="$CACHE/pytest-$PYTEST"
+    if [[ ! -d "$tool/pytest" ]]; then
+        "$ENGINE/bin/python" -m pip install --quiet --disable-pip-version-check --target "$tool" "pytest==$PYTEST" >&2 ||
+            die "pytest could not be installed: this needs the package index, once; afterwards it is cached in $CACHE"
+    fi
+    say "Testing the connector"
+    (cd "$ROOT/migrate/vllm" && PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$tool" "$ENGINE/bin/python" -m pytest -q -p no:cacheprovider >&2)
+}
+
 need_python 'import venv, ensurepip, socket' "to run vLLM and the OpenAI client" python3-venv
 need_vllm
 need_venv "${CLIENT/==/-}" 'import openai' "$CLIENT"
@@ -57,6 +69,7 @@ if [[ ! -f "$MODEL/model.safetensors" ]]; then
     patiently "converting" env HF_HUB_OFFLINE=1 "$ENGINE/bin/python" "$ROOT/scripts/vllm_model.py" --gguf "$GGUF" --out "$MODEL" >&2
 fi
 build_release
+test_connector
 
 say "Checking"
 exec "$VENV/bin/python" "$ROOT/scripts/check_vllm.py" --binary "$SHOAL" --model "$MODEL" --engine-python "$ENGINE/bin/python" "$@"

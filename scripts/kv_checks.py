@@ -31,8 +31,9 @@ LOOK_EVERY = 0.05
 LEAST_KV = 1024
 # Streams of which each moves while an engine or a node dies.
 STREAMS_AT_A_DEATH = 3
-# Part of the moves that must come about, each with its KV: on a machine that others use as well an engine may stop too late.
-MOST = 1.0 if PATIENCE == 1 else 0.5
+# Part of the moves that must come about, and part of these that must have their KV along: a request that has arrived and not
+# begun has none of its own yet, and an engine that has more to do than it can may stop too late.
+MOST = 0.9 if PATIENCE == 1 else 0.5
 BROUGHT_WITHIN = 60
 BEGUN_WITHIN = 120
 ENDED_WITHIN = 120
