@@ -136,6 +136,9 @@ class Pressure:
 async def pressure(options, folder, model_id):
     """A load that overfills one of two engines, with rescheduling off and on."""
     kv = not options.without_kv
+    # Its nodes are others than those of the parts before it.
+    folder = folder / "pressure"
+    folder.mkdir()
     engines = [engine(options, folder, model_id, f"small{number}", blocks=FEW_BLOCKS, kv=kv) for number in (1, 2)]
     nodes = EngineNodes(options.binary, engines, folder)
     said, complaints = [], []
