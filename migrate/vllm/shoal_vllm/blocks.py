@@ -39,9 +39,20 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Plane:
+    """Where a part of every block of one layer lies in memory: that of block `i` is at `base + i * stride`."""
+
+    base: int
+    stride: int
+    length: int
+    """Bytes of the part."""
+
+
+@dataclass(frozen=True)
 class _Layer:
     """One layer's cache, seen as integers, with the blocks in the first dimension."""
 
+    name: str
     cache: torch.Tensor
     block_bytes: int
 
@@ -62,7 +73,7 @@ class KvBlocks:
         described: list[tuple[str, list[int], int, str]] = []
         for name, cache in _distinct(caches):
             dim, blocks_first = _blocks_first(name, cache, num_blocks)
-            layer = _Layer(blocks_first, blocks_first[0].numel() * cache.element_size())
+            layer = _Layer(name, blocks_first, blocks_first[0].numel() * cache.element_size())
             if layer.block_bytes != page_bytes.get(name, layer.block_bytes):
                 raise Unmovable(f"a block of {name} has {page_bytes[name]} bytes, and its tensor shows {layer.block_bytes}")
             self._layers.append(layer)
@@ -76,23 +87,35 @@ class KvBlocks:
             dtype=",".join(sorted({dtype.removeprefix("torch.") for *_, dtype in described})),
             num_blocks=num_blocks,
         )
-        self._device = self._layers[0].cache.device
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self.device = self._layers[0].cache.device
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._lock = threading.Lock()
-        self._buffer = torch.empty(
-            max(CHUNK_BYTES, *(layer.block_bytes for layer in self._layers)),
-            dtype=torch.uint8,
-            device="cpu",
-            pin_memory=self._stream is not None,
-        )
+        self._buffer = self.new_buffer()
 
     def layout_fields(self) -> dict[str, str | int]:
         """The layout as it is sent to a node."""
         return asdict(self.layout)
 
+    def new_buffer(self) -> torch.Tensor:
+        """Memory of the host that a chunk fits in, and a block of any layer."""
+        size = max(CHUNK_BYTES, *(layer.block_bytes for layer in self._layers))
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._stream is not None)
+
+    def planes(self) -> list[list[Plane]]:
+        """Where the blocks lie, layer by layer, the planes of a layer in the order in which a block's bytes are in a file.
+
+        Raises `Unmovable` if a layer's bytes are in memory in another order than in a file.
+        """
+        return [_planes(layer) for layer in self._layers]
+
+    def memory(self) -> list[tuple[int, int]]:
+        """Address and bytes of each piece of memory that holds blocks. Layers may share one."""
+        storages = (layer.cache.untyped_storage() for layer in self._layers)
+        return list({storage.data_ptr(): storage.nbytes() for storage in storages}.items())
+
     def now(self) -> torch.cuda.Event | None:
         """The moment in the model's stream that a later `load` must come after. None if the cache is not on a GPU."""
-        return torch.cuda.current_stream(self._device).record_event() if self._stream is not None else None
+        return torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
 
     def export(self, ids: list[int], fd: int) -> None:
         """Writes the blocks to the start of the file. Raises `OSError` if the file does not take them.
@@ -101,7 +124,7 @@ class KvBlocks:
         """
         for layer, chunk, offset in self._chunks(ids, file_blocks=len(ids), skip=0):
             with self._lock, torch.inference_mode():
-                _write(fd, self._gather(layer, chunk), offset)
+                write(fd, self._gather(layer, chunk), offset)
 
     def load(self, fd: int, file_blocks: int, skip: int, ids: list[int], after: torch.cuda.Event | None) -> None:
         """Copies blocks `skip..skip + len(ids)` of a file of `file_blocks` into the blocks `ids`.
@@ -132,7 +155,7 @@ class KvBlocks:
             return memoryview(_bytes(layer.cache.index_select(0, index)).numpy())
         data = self._buffer[: len(ids) * layer.block_bytes]
         with torch.cuda.stream(self._stream):
-            data.copy_(_bytes(layer.cache.index_select(0, index.to(self._device))), non_blocking=True)
+            data.copy_(_bytes(layer.cache.index_select(0, index.to(self.device))), non_blocking=True)
         self._stream.synchronize()
         return memoryview(data.numpy())
 
@@ -144,7 +167,7 @@ class KvBlocks:
             layer.cache.index_copy_(0, index, values)
             return
         with torch.cuda.stream(self._stream):
-            layer.cache.index_copy_(0, index.to(self._device), values.to(self._device, non_blocking=True))
+            layer.cache.index_copy_(0, index.to(self.device), values.to(self.device, non_blocking=True))
         self._stream.synchronize()
 
 
@@ -175,6 +198,16 @@ def _blocks_first(name: str, cache: torch.Tensor, num_blocks: int) -> tuple[int,
     return dim, as_integers.movedim(dim, 0)
 
 
+def _planes(layer: _Layer) -> list[Plane]:
+    """One plane, or two if keys and values lie apart."""
+    size, stride = layer.cache.element_size(), layer.cache.stride(0)
+    block = layer.cache[0]
+    parts = [block] if block.is_contiguous() else list(block.unbind(0)) if block.dim() > 1 and len(block) == 2 else []
+    if not parts or not all(part.is_contiguous() for part in parts):
+        raise Unmovable(f"a block of {layer.name} does not lie in one or two pieces")
+    return [Plane(part.data_ptr(), stride * size, part.numel() * size) for part in parts]
+
+
 def _bytes(blocks: torch.Tensor) -> torch.Tensor:
     return blocks.view(-1).view(torch.uint8)
 
@@ -183,7 +216,8 @@ def _digest(facts: dict[str, object]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()[:8].hex()
 
 
-def _write(fd: int, data: memoryview, offset: int) -> None:
+def write(fd: int, data: memoryview, offset: int) -> None:
+    """Writes all of it. Raises `OSError`."""
     while data:
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written

@@ -14,9 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from .blocks import KvBlocks, Unmovable
+from .direct import Direct
 from .scheduler import Engine, SchedulerSide
 from .settings import (
     block_size,
@@ -27,7 +27,7 @@ from .settings import (
     why_not_movable,
 )
 from .step import StepWork
-from .versions import check_version, public_version
+from .versions import CACHE_HIT_SOURCE, TESTED_DIRECT, check_version, public_version
 from .worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ logger = init_logger("vllm.shoal")
 class ShoalConnector(KVConnectorBase_V1, SupportsHMA):
     """Lets a Shoal node move running requests to and from this engine."""
 
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = CACHE_HIT_SOURCE
 
     # Only one of them is there: that of the connector's role.
     _scheduler: SchedulerSide
@@ -63,7 +63,8 @@ class ShoalConnector(KVConnectorBase_V1, SupportsHMA):
         self._speaks = parallel.data_parallel_index == 0 and (role == KVConnectorRole.SCHEDULER or parallel.rank == 0)
         self._side: SchedulerSide | WorkerSide
         if role == KVConnectorRole.WORKER:
-            self._side = self._worker = WorkerSide()
+            self._any_version = settings.any_version
+            self._side = self._worker = WorkerSide(self._open_direct if settings.nixl and self._speaks else None)
             return
         self._side = self._scheduler = SchedulerSide(
             Engine(
@@ -78,6 +79,10 @@ class ShoalConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("shoal: KV of this engine cannot be moved: %s", self._why_not)
         if self._speaks:
             self._scheduler.listen(self._directory / "scheduler.sock")
+
+    def _open_direct(self, name: str, blocks: KvBlocks) -> Direct:
+        check_version(vllm.__version__, self._any_version, TESTED_DIRECT, "its direct path")
+        return Direct(name, blocks)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -8,6 +8,7 @@ import logging
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,13 @@ from vllm.v1.request import RequestStatus
 from . import PROTOCOL, __version__, fields, params
 from .fields import Refused
 from .params import Import
+from .pins import Pins, Question
 from .step import NOTHING, Load, StepWork
 from .wire import Server
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -126,8 +129,9 @@ class SchedulerSide:
         self._recomputing: set[str] = set()
         self._loads: list[Load] = []
         self._drops: list[str] = []
-        # Guards the rest, and wakes those who wait for a request to become held.
+        # Guards the rest, and wakes those who wait for a request to become held or pinned.
         self._changed = threading.Condition()
+        self._pins = Pins(self._changed)
         self._live: dict[str, _Live] = {}
         self._held: dict[str, _Held] = {}
         self._released: list[str] = []
@@ -198,11 +202,13 @@ class SchedulerSide:
             self._recomputing.update(output.preempted_req_ids & self._by_request.keys())
         if self._recomputing:
             self._note_recomputed()
-        if not (self._loads or self._drops or self._held or self._released):
+        if not (self._loads or self._drops or self._held or self._released or self._pins):
             return NOTHING
         with self._changed:
             self._release_old()
             released, self._released = self._released, []
+            if self._manager is not None:
+                released += self._pins.step(self._manager.block_pool, self._look)
         loads, self._loads = self._loads, []
         drops, self._drops = self._drops, []
         return StepWork(loads=loads, drops=drops, released=released)
@@ -220,10 +226,14 @@ class SchedulerSide:
                 return False
             del self._live[entry.id]
             held = self._hold(entry, block_ids)
+            pinned = self._pins.has(entry.id)
+            self._pins.ended(entry)
             if held is not None:
                 self._held[entry.id] = held
+            elif pinned:
+                self._pins.keep(entry.id, request.request_id)
             self._changed.notify_all()
-        return held is not None
+        return held is not None or pinned
 
     def _hold(self, entry: _Live, block_ids: tuple[list[int], ...]) -> _Held | None:
         """What to keep of a request that ends now, or None: it was not to be held, was not aborted, or has no KV."""
@@ -274,7 +284,9 @@ class SchedulerSide:
 
     def _release(self, id: str) -> bool:
         held = self._held.pop(id, None)
-        if held is not None:
+        if held is not None and self._pins.has(id):
+            self._pins.keep(id, held.request_id)
+        elif held is not None:
             self._released.append(held.request_id)
         return held is not None
 
@@ -301,9 +313,14 @@ class SchedulerSide:
                 return self._answer_wait_held(request)
             case "release":
                 return self._answer_release(request)
+            case "pin":
+                return self._answer_pin(request)
+            case "unpin":
+                with self._changed:
+                    return {"unpinned": self._pins.end(fields.name(request, "key"))}
             case "list":
                 with self._changed:
-                    return {"live": list(self._live), "held": list(self._held)}
+                    return {"live": list(self._live), "held": list(self._held), "pinned": self._pins.keys()}
             case op:
                 raise Refused("bad", f"there is no op {op!r}")
 
@@ -339,6 +356,10 @@ class SchedulerSide:
             progress, ids = self._table(live)
         else:
             raise Refused("gone", "there is no such request")
+        return self._part(progress, ids, first, count)
+
+    def _part(self, progress: _Progress, ids: list[int], first: int, count: int) -> dict[str, Any]:
+        """The answer about some blocks of a table."""
         if first + count > min(len(ids), -(-progress.computed // self._engine.block_size)):
             raise Refused("unfit", f"only {progress.computed} tokens are computed")
         return {
@@ -358,6 +379,32 @@ class SchedulerSide:
         if before.preemptions != after.preemptions:
             raise Refused("gone", "the request was preempted")
         return before, ids
+
+    def _answer_pin(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._movable()
+        key = fields.name(request, "key")
+        first, count = fields.integer(request, "first"), fields.integer(request, "count", low=1)
+        keep_for = fields.seconds(request, "ttl_ms", MAX_HOLD_SECONDS)
+        deadline = time.monotonic() + fields.seconds(request, "timeout_ms", MAX_WAIT_SECONDS)
+        with self._changed:
+            id, (live, held) = fields.name(request, "id"), self._find(request)
+            if live is not None:
+                return self._pins.ask(Question(key, id, live, first, count, keep_for), deadline)
+            if held is None:
+                raise Refused("gone", "there is no such request")
+            # What is held stays where it is.
+            answer = self._part(held.progress, held.block_ids, first, count)
+            self._held[id] = replace(held, deadline=max(held.deadline, time.monotonic() + keep_for))
+            return answer
+
+    def _look(self, question: Question) -> tuple[dict[str, Any], Sequence["KVCacheBlock"]]:
+        """In the engine thread: the answer to a pin, and the blocks that it names."""
+        live, first, count = self._live.get(question.id), question.first, question.count
+        if self._manager is None or live is None or live is not question.request:
+            raise Refused("gone", "there is no such request")
+        progress, ids = self._table(live)
+        answer = self._part(progress, ids, first, count)
+        return answer, self._manager.get_blocks(live.request.request_id).blocks[0][first : first + count]
 
     def _answer_hold(self, request: dict[str, Any]) -> dict[str, Any]:
         self._movable()

@@ -28,6 +28,8 @@ class Settings:
     """Holds both sockets. Only this user can write to it."""
     any_version: bool
     """Start with a vLLM version that was not tested."""
+    nixl: bool
+    """Let other engines read KV here, and read theirs. Off unless asked for: NIXL's connections have no keys and are not encrypted."""
 
 
 def read_settings(vllm_config: "VllmConfig") -> Settings:
@@ -44,10 +46,17 @@ def read_settings(vllm_config: "VllmConfig") -> Settings:
     directory = extra.get("dir")
     if not isinstance(directory, str) or not directory:
         raise BadSettings('shoal-vllm needs "kv_connector_extra_config": {"dir": "/path"}: the directory of its sockets.')
-    any_version = extra.get("any_version", False)
-    if not isinstance(any_version, bool):
-        raise BadSettings("any_version in kv_connector_extra_config must be true or false.")
-    return Settings(directory=Path(directory).absolute(), any_version=any_version)
+    return Settings(
+        directory=Path(directory).absolute(), any_version=_switch(extra, "any_version"), nixl=_switch(extra, "nixl")
+    )
+
+
+def _switch(extra: dict[str, Any], key: str) -> bool:
+    """One that is off unless it is named."""
+    value = extra.get(key, False)
+    if not isinstance(value, bool):
+        raise BadSettings(f"{key} in kv_connector_extra_config must be true or false.")
+    return value
 
 
 def prepare_directory(directory: Path) -> None:

@@ -1,23 +1,36 @@
 """Which vLLM versions this package was tested with. vLLM calls its connector API experimental, and it does change."""
 
 import re
+from typing import Any
 
-TESTED = ("0.32",)
+CACHE_HIT_SOURCE: Any
+"""What vLLM's metrics are to call KV that was imported. Before 0.32 they have no names for that, and nothing reads it."""
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ModuleNotFoundError:
+    CACHE_HIT_SOURCE = None
+else:
+    CACHE_HIT_SOURCE = CacheHitSource.P2P
+
+TESTED = ("0.30", "0.31", "0.32")
 """Minor versions; every patch release of one counts as tested."""
+TESTED_DIRECT = ("0.32",)
+"""Those in which blocks were pinned. Where vLLM takes the number of a block's references for that of the requests that share it, a pin
+would be wrong."""
 
 
 class UntestedVersion(RuntimeError):
     """This vLLM may call the connector in other ways than it was written for."""
 
 
-def check_version(version: str, any_version: bool) -> None:
-    """Raises `UntestedVersion` unless `version` is a tested one or the operator asked for `any_version`."""
+def check_version(version: str, any_version: bool, tested: tuple[str, ...] = TESTED, what: str = "shoal-vllm") -> None:
+    """Raises `UntestedVersion` unless `version` is a `tested` one or the operator asked for `any_version`."""
     minor = re.match(r"\d+\.\d+(?=\.|$)", version)
-    if any_version or (minor is not None and minor.group() in TESTED):
+    if any_version or (minor is not None and minor.group() in tested):
         return
-    tested = ", ".join(f"{minor}.x" for minor in TESTED)
+    known = ", ".join(f"{minor}.x" for minor in tested)
     raise UntestedVersion(
-        f"shoal-vllm was tested with vLLM {tested}, and this is vLLM {version}. "
+        f"{what} was tested with vLLM {known}, and this is vLLM {version}. "
         'Set "any_version": true in kv_connector_extra_config to try it nevertheless.'
     )
 

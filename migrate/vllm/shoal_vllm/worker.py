@@ -7,6 +7,7 @@ import stat
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from . import PROTOCOL, fields
 from .blocks import KvBlocks
+from .direct import MAX_FETCH_SECONDS, Direct
 from .fields import Refused
 from .step import Load, StepWork
 from .wire import Server
@@ -40,10 +42,13 @@ class Staged:
 class WorkerSide:
     """Everything but `answer` and the loading is called by vLLM's worker thread, every step, and must cost nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_direct: Callable[[str, KvBlocks], Direct] | None = None) -> None:
+        """`open_direct` opens the direct path; None if the operator does not want it."""
         self._generation = secrets.token_hex(8)
+        self._open_direct = open_direct
+        self._direct: Direct | None = None
         self._blocks: KvBlocks | None = None
-        self._why_not = "the engine is still starting"
+        self._why_not = self._why_not_direct = "the engine is still starting"
         self._server: Server | None = None
         # Guards the rest, and wakes the loader.
         self._changed = threading.Condition()
@@ -57,9 +62,21 @@ class WorkerSide:
     def set_blocks(self, blocks: KvBlocks | None, why_not: str) -> None:
         """The KV cache is there; `why_not` counts if it is of no use to us."""
         self._blocks = blocks
-        self._why_not = why_not
+        self._why_not = self._why_not_direct = why_not
         if blocks is not None:
+            self._start_direct(blocks)
             threading.Thread(target=self._keep, name="shoal loader", daemon=True).start()
+
+    def _start_direct(self, blocks: KvBlocks) -> None:
+        """Opens the direct path, or remembers why there is none. The engine serves in any case."""
+        if self._open_direct is None:
+            self._why_not_direct = "the settings do not ask for it"
+            return
+        try:
+            self._direct = self._open_direct(self._generation, blocks)
+        except Exception as error:
+            self._why_not_direct = str(error) or repr(error)
+            logger.warning("shoal: there is no direct path to other engines: %s", self._why_not_direct)
 
     def listen(self, path: Path) -> None:
         """Starts to answer the node."""
@@ -102,6 +119,8 @@ class WorkerSide:
         """Stops answering and loading, and lets go of the staged files."""
         if self._server is not None:
             self._server.close()
+        if self._direct is not None:
+            self._direct.close()
         with self._changed:
             self._stopped = True
             for key in list(self._staged):
@@ -119,6 +138,8 @@ class WorkerSide:
                 return self._export(request, fd)
             case "stage":
                 return self._stage(request, fd)
+            case "address":
+                return {"address": self._reachable().address}
             case "drop":
                 return self._drop_asked(request)
             case op:
@@ -127,7 +148,9 @@ class WorkerSide:
     def _hello(self, request: dict[str, Any]) -> dict[str, Any]:
         if fields.integer(request, "protocol") != PROTOCOL:
             raise Refused("unfit", f"this engine speaks protocol {PROTOCOL}")
-        answer: dict[str, Any] = {"protocol": PROTOCOL, "generation": self._generation}
+        answer: dict[str, Any] = {"protocol": PROTOCOL, "generation": self._generation, "direct": self._direct is not None}
+        if self._direct is None and self._open_direct is not None:
+            answer["why_not_direct"] = self._why_not_direct
         if self._blocks is None:
             return {**answer, "layout": None, "why_not": self._why_not}
         return {**answer, "layout": self._blocks.layout_fields()}
@@ -143,16 +166,24 @@ class WorkerSide:
         blocks = self._movable()
         key = fields.name(request, "key")
         count = fields.integer(request, "blocks", low=1)
-        deadline = time.monotonic() + fields.seconds(request, "ttl_ms", MAX_STAGE_SECONDS)
+        keep_for = fields.seconds(request, "ttl_ms", MAX_STAGE_SECONDS)
         file = _file_for(fd, count * blocks.layout.block_bytes)
+        if request.get("from") is not None:
+            self._fetch(request, key, count, file)
         with self._changed:
-            self._drop_old()
-            self._drop(key)
-            if self._stopped or len(self._staged) >= MAX_STAGED:
-                raise Refused("busy", f"{MAX_STAGED} files are staged already")
-            self._staged[key] = Staged(os.dup(file), count, deadline)
+            self._make_room(key)
+            self._staged[key] = Staged(os.dup(file), count, time.monotonic() + keep_for)
             self._changed.notify_all()
         return {}
+
+    def _fetch(self, request: dict[str, Any], key: str, count: int, file: int) -> None:
+        """Reads the blocks out of another engine into the file. If that fails, nothing is left under the key."""
+        direct = self._reachable()
+        source = direct.source(request["from"], count)
+        seconds = fields.seconds(request, "timeout_ms", MAX_FETCH_SECONDS)
+        with self._changed:
+            self._make_room(key)
+        direct.fetch(source, file, seconds)
 
     def _drop_asked(self, request: dict[str, Any]) -> dict[str, Any]:
         key = fields.name(request, "key")
@@ -163,6 +194,11 @@ class WorkerSide:
         if self._blocks is None:
             raise Refused("unfit", self._why_not)
         return self._blocks
+
+    def _reachable(self) -> Direct:
+        if self._direct is None:
+            raise Refused("unfit", self._why_not_direct)
+        return self._direct
 
     # The loader's thread.
 
@@ -205,6 +241,12 @@ class WorkerSide:
         self._received.add(load.request_id)
 
     # The staged files, under the lock.
+
+    def _make_room(self, key: str) -> None:
+        self._drop_old()
+        self._drop(key)
+        if self._stopped or len(self._staged) >= MAX_STAGED:
+            raise Refused("busy", f"{MAX_STAGED} files are staged already")
 
     def _drop(self, key: str) -> bool:
         staged = self._staged.pop(key, None)

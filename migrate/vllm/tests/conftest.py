@@ -1,11 +1,12 @@
 """What the tests share: a client of the sockets, files in memory, and stand-ins for vLLM's requests."""
 
 import json
+import logging
 import os
 import socket
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,12 +101,35 @@ class Request:
         self.num_preemptions += 1
 
 
+class Pool:
+    """vLLM's blocks, counted as `BlockPool` counts them. Each block is its id."""
+
+    def __init__(self) -> None:
+        self.references: dict[int, int] = {}
+        self.freed: list[int] = []
+
+    def touch(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.references[block] = self.references.get(block, 0) + 1
+
+    def free_blocks(self, ordered_blocks: Iterable[int]) -> None:
+        for block in ordered_blocks:
+            self.references[block] -= 1
+            self.freed.append(block)
+            if not self.references[block]:
+                del self.references[block]
+
+
 class Manager:
     """vLLM's block tables. Each request has blocks of its own."""
 
     def __init__(self) -> None:
         self.tables: dict[str, list[int]] = {}
         self.on_read = lambda: None
+        self.block_pool = Pool()
+
+    def get_blocks(self, request_id: str) -> SimpleNamespace:
+        return SimpleNamespace(blocks=(self.tables[request_id],))
 
     def get_block_ids(self, request_id: str) -> tuple[list[int]]:
         ids = list(self.tables.get(request_id, []))
@@ -129,6 +153,12 @@ def open_fds(of: str = "") -> set[str]:
         except FileNotFoundError:
             continue
     return {entry for entry in found if of in entry}
+
+
+@pytest.fixture(autouse=True)
+def what_is_logged_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some versions of vLLM keep their loggers from `caplog` as soon as they are imported."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
 
 @pytest.fixture

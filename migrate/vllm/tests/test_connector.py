@@ -16,7 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, s
 from vllm.v1.request import RequestStatus
 
 from shoal_vllm import connector as module
+from shoal_vllm.blocks import KvBlocks
 from shoal_vllm.connector import ShoalConnector
+from shoal_vllm.direct import Direct, NoNixl
 from shoal_vllm.settings import BadSettings
 from shoal_vllm.versions import UntestedVersion
 from shoal_vllm.wire import SocketInUse
@@ -24,9 +26,9 @@ from shoal_vllm.wire import SocketInUse
 NUM_BLOCKS = 12
 
 
-def build(directory: Path, role: KVConnectorRole, **changed: Any) -> ShoalConnector:
+def build(directory: Path, role: KVConnectorRole, nixl: bool = False, **changed: Any) -> ShoalConnector:
     vllm_config = config(**changed)
-    vllm_config.kv_transfer_config.kv_connector_extra_config = {"dir": str(directory)}
+    vllm_config.kv_transfer_config.kv_connector_extra_config = {"dir": str(directory), "nixl": nixl}
     found = groups(FULL)
     found.num_blocks = NUM_BLOCKS
     return ShoalConnector(vllm_config, role, found)
@@ -43,7 +45,6 @@ class Engine:
         self.scheduler = build(self.directory, KVConnectorRole.SCHEDULER)
         self.worker = build(self.directory, KVConnectorRole.WORKER)
         self.manager = Manager()
-        self.manager.block_pool = None
         self.scheduler.bind_kv_cache_manager(self.manager)
         self.cache = torch.randn((NUM_BLOCKS, 2, 16, 16), generator=torch.Generator().manual_seed(self.seed))
         self.worker.register_kv_caches({"layer.0": self.cache})
@@ -86,6 +87,13 @@ def engines(directory: Path) -> Iterator[tuple[Engine, Engine]]:
 def test_vllm_can_build_it() -> None:
     assert supports_hma(ShoalConnector)
     assert ShoalConnector.__abstractmethods__ == frozenset()
+
+
+def test_vllm_is_told_that_kv_comes_from_a_peer(directory: Path) -> None:
+    source = pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="new in vLLM 0.32").CacheHitSource
+    scheduler = build(directory, KVConnectorRole.SCHEDULER)
+    assert scheduler.get_external_cache_hit_sources(Request("r", 40), 32) == {source.P2P: 32}
+    scheduler.shutdown()
 
 
 def test_a_running_request_moves_with_its_kv(engines: tuple[Engine, Engine]) -> None:
@@ -164,4 +172,33 @@ def test_an_engine_with_an_unknown_cache_starts_and_says_why(directory: Path) ->
     answer = Client(directory / "worker.sock").ask(op="hello", protocol=1)
     assert answer["layout"] is None
     assert "bytes" in answer["why_not"]
+    worker.shutdown()
+
+
+@pytest.mark.parametrize("nixl", [False, True])
+def test_an_engine_opens_the_direct_path_only_if_it_is_told_to_and_serves_without(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, nixl: bool
+) -> None:
+    monkeypatch.setattr(module.vllm, "__version__", "0.32.0")
+
+    def fail(name: str, blocks: KvBlocks) -> Direct:
+        raise NoNixl("the package nixl is not installed")
+
+    monkeypatch.setattr(module, "Direct", fail)
+    worker = build(directory, KVConnectorRole.WORKER, nixl=nixl)
+    worker.register_kv_caches({"layer.0": torch.zeros(NUM_BLOCKS, 2, 16, 16)})
+    answer = Client(directory / "worker.sock").ask(op="hello", protocol=1)
+    assert answer["layout"] is not None
+    assert answer["direct"] is False
+    assert answer.get("why_not_direct") == ("the package nixl is not installed" if nixl else None)
+    worker.shutdown()
+
+
+def test_the_direct_path_is_off_where_it_was_not_tested(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.vllm, "__version__", "0.31.0")
+    worker = build(directory, KVConnectorRole.WORKER, nixl=True)
+    worker.register_kv_caches({"layer.0": torch.zeros(NUM_BLOCKS, 2, 16, 16)})
+    answer = Client(directory / "worker.sock").ask(op="hello", protocol=1)
+    assert answer["layout"] is not None
+    assert "its direct path was tested with vLLM 0.32.x, and this is vLLM 0.31.0" in answer["why_not_direct"]
     worker.shutdown()

@@ -59,7 +59,7 @@ def test_hello_says_what_the_engine_is() -> None:
     assert len(answer.pop("generation")) == 16
     assert answer == {
         "protocol": 1,
-        "package": "0.1.0",
+        "package": "0.2.0",
         "vllm": "0.32.0",
         "block_size": BLOCK,
         "prefix_caching": True,
@@ -114,10 +114,10 @@ def test_info_follows_a_request() -> None:
     assert node.ask("info", id="a") == {**nothing, "state": "running", "prompt": 40}
     request.run(3)
     assert node.ask("info", id="a") == {**nothing, "state": "running", "computed": 42, "prompt": 40, "output": 3}
-    assert node.ask("list") == {"live": ["a"], "held": []}
+    assert node.ask("list") == {"live": ["a"], "held": [], "pinned": []}
     node.end(request, RequestStatus.FINISHED_STOPPED)
     assert node.ask("info", id="a") == nothing
-    assert node.ask("list") == {"live": [], "held": []}
+    assert node.ask("list") == {"live": [], "held": [], "pinned": []}
 
 
 def test_nothing_is_computed_after_a_preemption_until_everything_was_computed_again() -> None:
@@ -182,7 +182,7 @@ def test_an_aborted_request_with_a_hold_is_held_until_it_is_released() -> None:
     assert node.ask("wait_held", id="a", timeout_ms=0) == {**info, "token_ids": [*range(100, 140), *range(900, 909)]}
     assert node.ask("blocks", id="a", first=0, count=3) == {"ids": [7, 8, 9], "computed": 48, "preemptions": 0, "state": "held"}
     assert node.why("blocks", id="a", first=0, count=4) == "unfit"
-    assert node.ask("list") == {"live": [], "held": ["a"]}
+    assert node.ask("list") == {"live": [], "held": ["a"], "pinned": []}
     assert node.step() == StepWork()
     assert node.ask("release", id="a") == {"released": True}
     assert node.step() == StepWork(released=["vllm-a"])
@@ -321,7 +321,7 @@ def test_a_second_request_under_an_id_replaces_the_first() -> None:
     node.ask("hold", id="a", ttl_ms=1000)
     assert node.end(second)
     node.add("a")
-    assert node.ask("list") == {"live": ["a"], "held": []}
+    assert node.ask("list") == {"live": ["a"], "held": [], "pinned": []}
     assert node.step() == StepWork(released=["vllm-second"])
 
 
@@ -350,7 +350,7 @@ def test_a_malformed_parameter_is_ignored_with_a_warning(shoal: Any, caplog: pyt
     assert node.side.matched(request, 0) == (0, False)
     node.allocate(request, 0, [])
     assert not node.end(request)
-    assert node.ask("list") == {"live": [], "held": []}
+    assert node.ask("list") == {"live": [], "held": [], "pinned": []}
 
 
 @pytest.mark.parametrize("kv_transfer_params", [None, {}, {"do_remote_decode": True}, "x"])

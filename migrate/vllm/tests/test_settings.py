@@ -11,7 +11,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
 from shoal_vllm import settings
-from shoal_vllm.settings import BadSettings
+from shoal_vllm.settings import BadSettings, Settings
 from shoal_vllm.versions import UntestedVersion, check_version, public_version
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
@@ -46,7 +46,9 @@ def groups(*specs: Any, enable_kv_transfer: bool = True) -> Any:
 
 def test_settings_are_read() -> None:
     found = settings.read_settings(config())
-    assert (found.directory, found.any_version) == (Path("/tmp/shoal"), False)
+    assert found == Settings(directory=Path("/tmp/shoal"), any_version=False, nixl=False)
+    wished = config(kv_transfer_config__kv_connector_extra_config={"dir": "/x", "any_version": True, "nixl": True})
+    assert settings.read_settings(wished) == Settings(directory=Path("/x"), any_version=True, nixl=True)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,7 @@ def test_settings_are_read() -> None:
         ({"kv_transfer_config__kv_connector_extra_config": {"dir": 5}}, '"dir": "/path"'),
         ({"kv_transfer_config__kv_connector_extra_config": {"dir": ""}}, '"dir": "/path"'),
         ({"kv_transfer_config__kv_connector_extra_config": {"dir": "/x", "any_version": 1}}, "any_version"),
+        ({"kv_transfer_config__kv_connector_extra_config": {"dir": "/x", "nixl": "true"}}, "nixl"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changed: dict[str, Any], message: str) -> None:
@@ -123,14 +126,14 @@ def test_a_grammar_behind_reasoning_cannot_be_fed() -> None:
     )
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.7", "0.32.0+cpu", "0.32.0rc1", "0.32"])
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.1", "0.32.0", "0.32.7", "0.32.0+cpu", "0.32.0rc1", "0.32"])
 def test_tested_versions_are_taken(version: str) -> None:
     check_version(version, any_version=False)
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "0.320.0", "1.32.0", "dev", "", "0.3"])
+@pytest.mark.parametrize("version", ["0.29.9", "0.33.0", "0.320.0", "1.32.0", "dev", "", "0.3"])
 def test_other_versions_are_refused_unless_asked_for(version: str) -> None:
-    with pytest.raises(UntestedVersion, match=r"tested with vLLM 0\.32\.x, and this is"):
+    with pytest.raises(UntestedVersion, match=r"tested with vLLM 0\.30\.x, 0\.31\.x, 0\.32\.x, and this is"):
         check_version(version, any_version=False)
     check_version(version, any_version=True)
 

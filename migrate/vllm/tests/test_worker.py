@@ -16,9 +16,10 @@ from shoal_vllm.step import Load, StepWork
 from shoal_vllm.worker import WorkerSide
 
 NUM_BLOCKS, TOKENS = 12, 4
+SHAPE = (NUM_BLOCKS, 2, TOKENS, 6)
 
 
-def caches(seed: int, shape: tuple[int, ...] = (NUM_BLOCKS, 2, TOKENS, 6), dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def caches(seed: int, shape: tuple[int, ...] = SHAPE, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
     return {f"model.layers.{layer}.attn": torch.randn(shape, generator=random).to(dtype) for layer in range(3)}
 
@@ -30,13 +31,17 @@ def kv_blocks(found: dict[str, torch.Tensor], version: str = "0.32.0", block_siz
 class Engine:
     """A worker's side with a socket, driven as vLLM's worker drives it."""
 
-    def __init__(self, path: Path, seed: int) -> None:
-        self.caches = caches(seed)
+    def __init__(self, path: Path, seed: int, shape: tuple[int, ...] = SHAPE, open_direct: Any = None) -> None:
+        self.caches = caches(seed, shape)
         self.blocks = kv_blocks(self.caches)
-        self.side = WorkerSide()
+        self.side = WorkerSide(open_direct)
         self.side.set_blocks(self.blocks, "")
         self.side.listen(path)
         self.client = Client(path)
+
+    def connect(self) -> None:
+        """Anew: what is bad ends a connection."""
+        self.client = Client(self.side._server._path)
 
     def load(self, key: str, ids: list[int], skip: int = 0) -> set[int]:
         """Loads as one step of vLLM does it, and answers the blocks that failed."""
