@@ -7,12 +7,13 @@
 #
 #   scripts/check-vllm.sh [--requests N] [--bench-requests N] [--at-once N] [--without-kv] [--keep-logs] [--parts 'mixed,bench,...']
 #   --without-kv  vLLM without the connector of migrate/vllm, nodes that move requests by recompute
-#   --kv-streams, --kv-tokens, --kv-clients, --engine-kills, --node-kills: how much of it the parts about KV do
+#   --kv-streams, --kv-tokens, --kv-clients, --engine-kills, --node-kills, --held-kills: how much of it the parts about KV do
 #
 # Parts: mixed, bench, freeness, models, hanging up, hand-over, moving, target killed, rolling drain, nothing held,
-# killed engine. The four before the last are about KV (scripts/kv_checks.py). These two have engines of their own and run only
+# killed engine. The four before the last are about KV (scripts/kv_checks.py). These three have engines of their own and run only
 # when they are named:
 #
+#   scripts/check-vllm.sh --parts direct                                                  KV from engine to engine by NIXL; six minutes
 #   scripts/check-vllm.sh --parts overhead [--overhead-rounds N]                          what the connector costs; five minutes
 #   scripts/check-vllm.sh --parts pressure [--pressure-requests N] [--pressure-rate R]    engines short of KV; seven minutes
 set -euo pipefail
@@ -21,6 +22,7 @@ source "$(dirname "$0")/lib.sh"
 CLIENT="openai==3.57.0"
 VLLM="0.32.0"
 PYTEST="9.0.2"
+NIXL="1.5.1"
 # The package pins a build of torch that the index does not have; the usual one serves on CPUs as well.
 TORCH="torch==2.13.0 torchvision==0.28.0"
 
@@ -48,6 +50,15 @@ need_vllm() {
     touch "$ENGINE/complete"
 }
 
+# NIXL in a folder of its own: engines without it, and with it, are both tested. On a CPU it needs none of what it names.
+need_nixl() {
+    NIXL_FOLDER="$CACHE/nixl-$NIXL"
+    if [[ -f "$NIXL_FOLDER/complete" ]]; then return 0; fi
+    "$ENGINE/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$NIXL_FOLDER" "nixl==$NIXL" "nixl-cu13==$NIXL" >&2 ||
+        die "NIXL could not be installed: this needs the package index, once; afterwards it is cached in $CACHE"
+    touch "$NIXL_FOLDER/complete"
+}
+
 # The tests of the connector, with vLLM itself around it.
 test_connector() {
     local tool="$CACHE/pytest-$PYTEST"
@@ -56,11 +67,12 @@ test_connector() {
             die "pytest could not be installed: this needs the package index, once; afterwards it is cached in $CACHE"
     fi
     say "Testing the connector"
-    (cd "$ROOT/migrate/vllm" && PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$tool" "$ENGINE/bin/python" -m pytest -q -p no:cacheprovider >&2)
+    (cd "$ROOT/migrate/vllm" && PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$tool:$NIXL_FOLDER" "$ENGINE/bin/python" -m pytest -q -p no:cacheprovider >&2)
 }
 
 need_python 'import venv, ensurepip, socket' "to run vLLM and the OpenAI client" python3-venv
 need_vllm
+need_nixl
 need_venv "${CLIENT/==/-}" 'import openai' "$CLIENT"
 GGUF="$("$ROOT/scripts/fetch-model.sh")"
 MODEL="$CACHE/SmolLM2-135M-Instruct-hf"
@@ -72,4 +84,4 @@ build_release
 test_connector
 
 say "Checking"
-exec "$VENV/bin/python" "$ROOT/scripts/check_vllm.py" --binary "$SHOAL" --model "$MODEL" --engine-python "$ENGINE/bin/python" "$@"
+exec "$VENV/bin/python" "$ROOT/scripts/check_vllm.py" --binary "$SHOAL" --model "$MODEL" --engine-python "$ENGINE/bin/python" --nixl "$NIXL_FOLDER" "$@"

@@ -19,11 +19,10 @@ import argparse
 
 import engine_checks
 import kv_checks
-from engine_servers import EngineNodes, LlamaServer, start_engines, stop_engines
-from mesh_nodes import Failure, conclude, note
+from engine_servers import LlamaServer, in_a_mesh
+from mesh_nodes import Failure, conclude
 
 MODEL_ID = "smollm2-135m"
-READY_WITHIN = 60
 
 PARTS = [
     ("mixed", engine_checks.many),
@@ -42,19 +41,14 @@ PARTS = [
 async def check(options, folder):
     kv = not options.without_kv
     engines = [LlamaServer(f"engine{number}", folder, MODEL_ID, options.engine_python, options.model, kv) for number in (1, 2)]
-    nodes = EngineNodes(options.binary, engines, folder)
+    chosen = [(name, part) for name, part in PARTS if not options.parts or name in options.parts.split(",")]
+    # Moves are asked for here, and none comes by itself in between.
+    flags = ["--reschedule-interval-ms", "0", *kv_checks.LEAVING]
     try:
-        note(f"two llama-servers are up after {await start_engines(engines):.1f} s")
-        # Moves are asked for here, and none comes by itself in between.
-        nodes.start_mesh(len(engines), ["--reschedule-interval-ms", "0", *kv_checks.LEAVING])
-        await nodes.wait_until_ready(nodes.all(), READY_WITHIN)
-        chosen = [(name, part) for name, part in PARTS if not options.parts or name in options.parts.split(",")]
-        return await engine_checks.run_parts(nodes, options, chosen)
+        async with in_a_mesh(engines, options.binary, folder, flags) as nodes:
+            return await engine_checks.run_parts(nodes, options, chosen)
     except Failure as failure:
         return [], [str(failure)]
-    finally:
-        await nodes.stop_all()
-        await stop_engines(engines)
 
 
 def main():
@@ -67,7 +61,7 @@ def main():
     parser.add_argument("--streams", type=int, default=6, help="that run while rows are compared and when an engine is killed")
     parser.add_argument("--tokens", type=int, default=160, help="of each of these streams")
     parser.add_argument("--copy", default="", help="the manner of a move, if not the node's own choice")
-    kv_checks.add_options(parser, kv_streams=4, kv_tokens=64, kv_clients=4, engine_kills="30", node_kills="60")
+    kv_checks.add_options(parser, kv_streams=4, kv_tokens=64, kv_clients=4, engine_kills="30", node_kills="60", held_kills=0)
     parser.add_argument("--parts", default="", help=f"only these, of {','.join(name for name, _ in PARTS)}")
     parser.add_argument("--keep-logs", action="store_true", help="keep the logs even if all is well")
     conclude("engines", parser.parse_args(), check)

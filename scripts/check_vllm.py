@@ -6,8 +6,8 @@ that vLLM's own benchmark runs through a node without a failed request.
 
 It takes some fifteen minutes on two idle cores, two of them for the engines to start, and about 9 GB of memory.
 
-Two parts run when they are asked for alone, with engines of their own: overhead says what the connector costs that gives KV away,
-pressure what moves are good for when an engine is short of KV.
+Three parts run when they are asked for alone, with engines of their own: direct moves KV from engine to engine by NIXL, overhead
+says what the connector costs that gives KV away, pressure what moves are good for when an engine is short of KV.
 
 The last line is `PASS vllm: figures` or `FAIL vllm: figures`.
 """
@@ -19,12 +19,12 @@ import json
 import engine_checks
 import kv_checks
 import kv_costs
-from engine_servers import EngineNodes, VllmServer, start_engines, stop_engines, vllm_environment
+import kv_direct
+from engine_servers import VllmServer, in_a_mesh, vllm_environment
 from http_stream import HttpError
 from mesh_nodes import Failure, conclude, note
 
 MODEL_ID = "smollm2-135m"
-READY_WITHIN = 120
 BENCH_WITHIN = 900
 
 # vLLM's benchmark by its module, as the command looks for a package of another name.
@@ -80,7 +80,7 @@ PARTS = [
     ("killed engine", engine_checks.kill),
 ]
 # With engines of their own, and only if they are asked for.
-ALONE = {"overhead": kv_costs.overhead, "pressure": kv_costs.pressure}
+ALONE = {"direct": kv_direct.direct, "overhead": kv_costs.overhead, "pressure": kv_costs.pressure}
 
 
 async def check(options, folder):
@@ -102,20 +102,12 @@ async def in_one_mesh(options, folder, chosen):
     """The parts that share two vLLMs and a mesh."""
     kv = {"kv": not options.without_kv, "binary": options.binary}
     engines = [VllmServer(f"engine{number}", folder, MODEL_ID, options.engine_python, options.model, **kv) for number in (1, 2)]
-    nodes = EngineNodes(options.binary, engines, folder)
+    note("starting two vLLMs, which takes some minutes")
     try:
-        note("starting two vLLMs, which takes some minutes")
-        note(f"two vLLMs are up after {await start_engines(engines):.0f} s")
-        # Moves are asked for here, and none comes by itself in between.
-        # Two vLLMs take all of a small machine, which then stalls for seconds: that is no death of a node.
-        nodes.start_mesh(len(engines), ["--reschedule-interval-ms", "0", "--phi", "32", *kv_checks.LEAVING])
-        await nodes.wait_until_ready(nodes.all(), READY_WITHIN)
-        return await engine_checks.run_parts(nodes, options, chosen)
+        async with in_a_mesh(engines, options.binary, folder, kv_checks.QUIET) as nodes:
+            return await engine_checks.run_parts(nodes, options, chosen)
     except Failure as failure:
         return [], [str(failure)]
-    finally:
-        await nodes.stop_all()
-        await stop_engines(engines)
 
 
 def main():
@@ -129,8 +121,9 @@ def main():
     parser.add_argument("--streams", type=int, default=6, help="that run while rows are compared and when an engine is killed")
     parser.add_argument("--tokens", type=int, default=192, help="of each of these streams")
     parser.add_argument("--copy", default="", help="the manner of a move, if not the node's own choice")
-    kv_checks.add_options(parser, kv_streams=16, kv_tokens=128, kv_clients=8, engine_kills="100", node_kills="0,50,150,400")
+    kv_checks.add_options(parser, kv_streams=16, kv_tokens=128, kv_clients=8, engine_kills="100", node_kills="0,50,150,400", held_kills=3)
     kv_costs.add_options(parser)
+    parser.add_argument("--nixl", help="the folder with NIXL, for direct")
     parser.add_argument("--parts", default="", help=f"only these, of {','.join([*(name for name, _ in PARTS), *ALONE])}")
     parser.add_argument("--keep-logs", action="store_true", help="keep the logs even if all is well")
     conclude("vllm", parser.parse_args(), check)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 
-from engine_requests import Answer, Client, chat, completion, faults, kept_on, mixed
+from engine_requests import Answer, Client, chat, completion, faults, kept_on, mixed, same_logprobs
 from http_stream import HttpError, question
 from mesh_nodes import Failure, note
 from prompts import MORE_TOPICS, SENTENCE
@@ -404,7 +404,12 @@ async def handover(nodes, options):
         (kept_on("Count from one to thirty, in words.", 80, **comparable), 1),
         (kept_on(f"{SENTENCE * 12}Repeat this text.", 80, **comparable), 2),
     ]
-    complaints, same, gaps, reports, too_late = [], 0, [], [], 0
+    if nodes.engines[0].LOGPROBS:
+        cases.append((counting(21, 80, logprobs=2, **comparable), 1))
+        # It draws control tokens, which are no part of the text; and what may become a stop string is held back.
+        cases.append((kept_on("Count from three to thirty, in words.", 80, logprobs=True, top_logprobs=2, **comparable), 2))
+        cases.append((kept_on("Count from three to thirty, in words.", 80, stop=["a zebra"], **comparable), 2))
+    complaints, same, told, gaps, reports, too_late = [], 0, 0, [], [], 0
     async with Client(home.url, nodes.model_id) as client:
         for case, moves in cases:
             still = await client.ask(case)
@@ -423,6 +428,9 @@ async def handover(nodes, options):
                 same += 1
             else:
                 complaints.append(f"moved {moves} times: {answer!r}; unmoved: {still!r}")
+            told += bool(case.body.get("logprobs"))
+            if not same_logprobs(answer.logprobs, still.logprobs) or bool(case.body.get("logprobs")) != bool(still.logprobs):
+                complaints.append(f"log-probabilities of a moved stream: {answer.logprobs}; unmoved: {still.logprobs}")
             if "return_token_ids" in comparable and not answer.ids:
                 complaints.append("a moved stream gave no token ids")
     for report in reports:
@@ -431,7 +439,7 @@ async def handover(nodes, options):
             complaints.append("a stream was said to have moved, and the engine there ran nothing")
     pause = statistics.median(report["pause_ms"] for report in reports)
     return (
-        f"{same} of {len(cases)} greedy streams as unmoved after {len(reports)} moves, pause {pause:.0f} ms in the median, "
+        f"{same} of {len(cases)} greedy streams ({told} with log-probabilities) as unmoved after {len(reports)} moves, pause {pause:.0f} ms in the median, "
         f"longest gap {1e3 * max(gaps):.0f} ms, {too_late} moves came too late"
     ), complaints
 

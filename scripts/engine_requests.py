@@ -92,6 +92,8 @@ class Answer:
         self.body = None
         self.text = ""
         self.ids = []
+        # Of each token: text, log-probability, how many alternatives, and where it begins if that is told.
+        self.logprobs = []
         self.finish = None
         self.tokens = None
         self.moments = []
@@ -186,9 +188,26 @@ class Client:
                 text += (call.function.arguments if call.function else None) or ""
             answer.text += text
             answer.ids += getattr(choice, "token_ids", None) or []
+            answer.logprobs += logprobs_of(choice, case)
             answer.finish = choice.finish_reason or answer.finish
             if text:
                 answer.moments.append(time.monotonic())
+
+
+def logprobs_of(choice, case):
+    told = choice.logprobs
+    if told is None:
+        return []
+    if case.chat:
+        return [(one.token, one.logprob, len(one.top_logprobs), None) for one in told.content or []]
+    counts = map(len, told.top_logprobs or [])
+    return list(zip(told.tokens, told.token_logprobs, counts, told.text_offset))
+
+
+def same_logprobs(one, other):
+    """Whether these are log-probabilities of the same tokens, equal up to the numerics of batches."""
+    near = (here[0] == there[0] and here[2:] == there[2:] and abs(here[1] - there[1]) < 0.05 for here, there in zip(one, other))
+    return len(one) == len(other) and all(near)
 
 
 def faults(case, answer):

@@ -4,6 +4,7 @@ An engine here is a process with a port, a log in the check's folder, and number
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -15,12 +16,14 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from mesh_nodes import LOOK_EVERY, STOP_WITHIN, Failure, Nodes, environment, free_ports
+from mesh_nodes import LOOK_EVERY, STOP_WITHIN, Failure, Nodes, environment, free_ports, note
 
 # Seconds a question to an engine may take; a busy engine answers between two steps.
 ANSWER_WITHIN = 10
 # Seconds until an engine that runs nothing has forgotten what it computed: longer than it holds KV for a node.
 FORGOTTEN_WITHIN = 45
+# Seconds until nodes that have started see each other ready.
+MESH_WITHIN = 120
 # What vLLM loads to give its KV away.
 CONNECTOR = Path(__file__).resolve().parent.parent / "migrate" / "vllm"
 
@@ -42,6 +45,8 @@ class EngineServer:
 
     # Seconds from the start to the first healthy answer.
     READY_WITHIN = 60
+    # Streams that ask for log-probabilities move too.
+    LOGPROBS = False
 
     def __init__(self, name, folder, model_id, kv=False):
         self.name, self.model_id = name, model_id
@@ -65,6 +70,10 @@ class EngineServer:
 
     async def forget(self):
         """Has it drop what it keeps of requests that are over, so that none finds KV of another."""
+
+    async def holds(self):
+        """The requests whose KV it keeps though they do not run, where it says so."""
+        return []
 
     async def held(self):
         """What it has of requests, in words; nothing when it has nothing."""
@@ -191,18 +200,19 @@ class VllmServer(EngineServer):
     """vLLM on CPU, started by its module: the command of the CPU package looks for a package of another name.
 
     In 32 bits: with 16 an output depends on what else runs in the same step. With `kv` its arguments are those that the shoal
-    `binary` names.
+    `binary` names. `nixl` is the folder of that package, for engines that read each other's KV.
     """
 
     READY_WITHIN = 400
+    LOGPROBS = True
     TOOL_CHOICE = "none"
     COMPARABLE = {"return_token_ids": True}
     # Slots for all streams that move and for the short requests that bring in their KV.
     BLOCK_SIZE, CONTEXT, SLOTS = 32, 1024, 24
 
-    def __init__(self, name, folder, model_id, python, model, blocks=288, kv=False, binary=None):
+    def __init__(self, name, folder, model_id, python, model, blocks=288, kv=False, binary=None, nixl=None):
         super().__init__(name, folder, model_id, kv)
-        self.python, self.model, self.blocks, self.binary = python, model, blocks, binary
+        self.python, self.model, self.blocks, self.binary, self.nixl = python, model, blocks, binary, nixl
 
     def command(self):
         return [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model,
@@ -213,7 +223,7 @@ class VllmServer(EngineServer):
     def _connector(self):
         if not self.kv:
             return []
-        ask = [self.binary, "vllm-args", "--engine-kv-dir", str(self.kv)]
+        ask = [self.binary, "vllm-args", "--engine-kv-dir", str(self.kv), *(["--nixl"] if self.nixl else [])]
         return subprocess.run(ask, check=True, stdout=subprocess.PIPE, text=True, env=environment()).stdout.split()
 
     @staticmethod
@@ -222,7 +232,10 @@ class VllmServer(EngineServer):
 
     def environment(self):
         # In its developers' mode it can be told to drop its prefix cache.
-        return vllm_environment() | {"VLLM_SERVER_DEV_MODE": "1"} | ({"PYTHONPATH": str(CONNECTOR)} if self.kv else {})
+        packages = [str(CONNECTOR), *([self.nixl] if self.nixl else [])]
+        more = {"PYTHONPATH": ":".join(packages)} if self.kv else {}
+        # By memory and TCP alone: what else UCX finds on a machine does not belong to this check.
+        return vllm_environment() | {"VLLM_SERVER_DEV_MODE": "1"} | more | ({"UCX_TLS": "tcp,self"} if self.nixl else {})
 
     async def usage(self):
         metrics, capacity = await self.metrics(), self.blocks * self.BLOCK_SIZE
@@ -243,11 +256,17 @@ class VllmServer(EngineServer):
                 raise Failure(f"{self.name} keeps blocks in use though nothing runs: {await self.held()}")
             await asyncio.sleep(LOOK_EVERY)
 
+    async def _listed(self):
+        return await asyncio.to_thread(ask_connector, self.kv / "scheduler.sock", {"op": "list"})
+
+    async def holds(self):
+        return (await self._listed())["held"] if self.kv else []
+
     async def held(self):
         found = await super().held()
         if self.kv:
-            told = await asyncio.to_thread(ask_connector, self.kv / "scheduler.sock", {"op": "list"})
-            if told != {"ok": True, "live": [], "held": []}:
+            told = await self._listed()
+            if any(told[what] for what in ("live", "held", "pinned")):
                 found.append(f"{self.name}: its connector says {told}")
         return found
 
@@ -289,6 +308,20 @@ async def start_engines(engines):
 
 async def stop_engines(engines):
     await asyncio.gather(*(asyncio.to_thread(engine.stop) for engine in engines))
+
+
+@contextlib.asynccontextmanager
+async def in_a_mesh(engines, binary, folder, flags):
+    """Engines that run, with a node beside each in one mesh that is ready; all of it ends with the block."""
+    nodes = EngineNodes(binary, engines, folder)
+    try:
+        note(f"{len(engines)} engines are up after {await start_engines(engines):.1f} s")
+        nodes.start_mesh(len(engines), flags)
+        await nodes.wait_until_ready(nodes.all(), MESH_WITHIN)
+        yield nodes
+    finally:
+        await nodes.stop_all()
+        await stop_engines(engines)
 
 
 class EngineNodes(Nodes):

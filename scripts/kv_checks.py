@@ -43,6 +43,11 @@ LET_GO_WITHIN = 40
 # --shutdown-deadline-ms of a node here: on two cores its clients' streams may take longer than it has by default.
 LEAVING = ["--shutdown-deadline-ms", "90000"]
 EXIT_WITHIN = 100
+# Of a mesh beside vLLMs in which nothing moves by itself. They take all of a small machine, which then stalls for seconds: that is
+# no death of a node.
+QUIET = ["--reschedule-interval-ms", "0", "--phi", "32", *LEAVING]
+# Seconds between two looks whether an engine holds something, which it does for some hundredths of a second.
+GLANCE_EVERY = 0.002
 
 
 def add_options(parser, **defaults):
@@ -53,6 +58,7 @@ def add_options(parser, **defaults):
     parser.add_argument("--kv-clients", type=int, help="that have a stream open while nodes leave")
     parser.add_argument("--engine-kills", help="milliseconds from a wish to move to the end of the target's engine, each once")
     parser.add_argument("--node-kills", help="the same for the target's node")
+    parser.add_argument("--held-kills", type=int, help="times the target's node ends just when the source's engine holds what moves")
     parser.set_defaults(**defaults)
 
 
@@ -194,7 +200,7 @@ class Wave:
 
 def has_kv(report):
     """Whether a move brought KV along."""
-    return report["bytes"] >= LEAST_KV * report["tokens"]
+    return report["bytes"] >= LEAST_KV * report["tokens"] or report["direct_tokens"] > 0
 
 
 async def moving(nodes, options):
@@ -240,8 +246,10 @@ class Death:
         self.tries = self.moved = self.asked = 0
         self.same, self.gaps, self.complaints = 0, [], []
 
-    async def run(self, what, kill, delay):
-        """Moves all streams, and kills so many milliseconds after that was asked for."""
+    async def run(self, what, kill, delay=None):
+        """Moves all streams, and kills so many milliseconds after that was asked for, or else as soon as the source's engine holds
+        one of them."""
+        when = "as soon as one was held" if delay is None else f"{delay} ms"
         home, target = self.nodes.all()
         answers = [Answer() for _ in self.cases]
         async with Client(home.url, self.nodes.model_id) as client:
@@ -250,7 +258,7 @@ class Death:
                 await self.nodes.until("every stream begun", BEGUN_WITHIN, time.monotonic(), lambda: begun(answers))
                 rows = await hosted_by(self.nodes, home)
                 moves = [asyncio.create_task(move(home, row["id"], target.id)) for _, row in rows]
-                await asyncio.sleep(delay / 1e3)
+                await (asyncio.sleep(delay / 1e3) if delay is not None else self._until_held(home, moves))
                 early = sum(task.done() for task in moves)
                 over = sum(task.done() for task in tasks)
                 kill(target)
@@ -259,12 +267,19 @@ class Death:
             finally:
                 for task in tasks:
                     task.cancel()
-        self.take(f"{what} of {target.name} killed {delay} ms after the wish to move", answers)
+        self.take(f"{what} of {target.name} killed {when} after the wish to move", answers)
         moved = sum(isinstance(one, dict) for one in said)
         self.tries, self.asked, self.moved = self.tries + 1, self.asked + len(said), self.moved + moved
         stayed = Counter(one.rpartition("stays where it is: ")[2].partition('"')[0] for one in said if not isinstance(one, dict))
-        note(f"{what} killed {delay} ms after {len(said)} wishes to move: {early} had moved by then, {moved} in the end, {over} streams "
+        note(f"{what} killed {when} after {len(said)} wishes to move: {early} had moved by then, {moved} in the end, {over} streams "
              f"were over; longest gap {1e3 * max(self.gaps[-len(answers):]):.0f} ms{f'; {dict(stayed)}' if stayed else ''}")
+
+    async def _until_held(self, source, moves):
+        engine = self.nodes.engine_of(source)
+        while not await engine.holds():
+            if all(one.done() for one in moves):
+                raise Failure(f"{engine.name} was never seen to hold a request that moved: {[one.result() for one in moves]}")
+            await asyncio.sleep(GLANCE_EVERY)
 
     def take(self, when, answers):
         for answer, unmoved in zip(answers, self.unmoved):
@@ -287,19 +302,21 @@ async def target_killed(nodes, options):
     # Twice as long as the others: they must all run when it happens.
     cases = cases_of(nodes, 2 * options.kv_tokens, STREAMS_AT_A_DEATH)
     unmoved = await unmoved_answers(nodes, cases)
-    engines, others = Death(nodes, cases, unmoved), Death(nodes, cases, unmoved)
+    engines, others, held = (Death(nodes, cases, unmoved) for _ in range(3))
     for delay in milliseconds(options.engine_kills):
         await at_rest(nodes)
         await engines.run("engine", lambda _: engine.kill(), delay)
         engine.start()
         await engine.wait_until_healthy()
         await seen_as(nodes, nodes.all(), target, "Ready", 30 * PATIENCE, time.monotonic())
-    for delay in milliseconds(options.node_kills):
+    nodes_die = [(others, delay) for delay in milliseconds(options.node_kills)] + [(held, None)] * options.held_kills
+    for deaths, delay in nodes_die:
         await at_rest(nodes)
-        await others.run("node", nodes.kill, delay)
+        await deaths.run("node", nodes.kill, delay)
         nodes.restart(target)
         await nodes.wait_until_ready(nodes.all(), READY_WITHIN)
-    return f"{engines.figures('engine')}; {others.figures('node')}", engines.complaints + others.complaints
+    said = [engines.figures("engine"), others.figures("node"), *([held.figures("node, after hold,")] if held.tries else [])]
+    return "; ".join(said), engines.complaints + others.complaints + held.complaints
 
 
 def milliseconds(text):

@@ -8,16 +8,21 @@ import asyncio
 import random
 import statistics
 import time
+from operator import attrgetter
+from typing import NamedTuple
 
 from engine_checks import DRAINED_WITHIN, counting
 from engine_requests import Answer, Client, faults
 from engine_servers import EngineNodes, VllmServer, start_engines, stop_engines
 from kv_checks import LEAVING
 from mesh_nodes import counted, note, share
+from process_usage import processor_seconds
 
 READY_WITHIN = 120
 # Requests of a round of `overhead`, all at once, and output of each.
 ROUND, ROUND_TOKENS = 12, 96
+# Seconds for which engines at rest are watched.
+REST = 30
 # KV blocks of an engine under pressure: two thirds of what its long streams want at most.
 FEW_BLOCKS = 64
 # Output of the streams that grow long, and of the others.
@@ -37,46 +42,76 @@ def engine(options, folder, model_id, name, **more):
 
 
 async def throughput(server, turn, named):
-    """Output tokens a second of the streams of this round, which all begin at once, and complaints. `named` streams tell the
-    connector a name, as those of a node do."""
+    """The streams of this round, which all begin at once, and complaints. `named` streams tell the connector a name, as those of
+    a node do."""
     await server.forget()
     cases = []
     for number in range(ROUND):
         name = {"kv_transfer_params": {"shoal": {"id": f"check-{turn}-{number}"}}} if named else {}
         cases.append(counting(11 + 17 * turn + 5 * number, ROUND_TOKENS, 16 + 3 * number, **name))
     async with Client(server.url, server.model_id) as client:
-        began = time.monotonic()
+        began, spent = time.monotonic(), processor_seconds(server.process.pid)
         answers = await asyncio.gather(*(client.ask(case) for case in cases))
-    took = time.monotonic() - began
+    took, spent = time.monotonic() - began, processor_seconds(server.process.pid) - spent
+    tokens = sum(answer.tokens or 0 for answer in answers)
     wrong = [fault for case, answer in zip(cases, answers) for fault in faults(case, answer)]
-    return sum(answer.tokens or 0 for answer in answers) / took, wrong
+    return Round(tokens / took, 1e3 * spent / tokens), wrong
+
+
+async def at_rest(servers):
+    """Milliseconds of a processor that each takes a second while it has nothing to do."""
+    before = [processor_seconds(server.process.pid) for server in servers]
+    await asyncio.sleep(REST)
+    return [1e3 * (processor_seconds(server.process.pid) - spent) / REST for server, spent in zip(servers, before)]
+
+
+class Round(NamedTuple):
+    """What a round of an engine came to: output tokens a second, and milliseconds of a processor for each."""
+
+    rate: float
+    cost: float
+
+
+rate_of, cost_of = attrgetter("rate"), attrgetter("cost")
+
+
+def compared(name, rounds, base):
+    """How rounds compare with those of the engine without the connector that ran next to them, in words."""
+
+    def ratios(value):
+        each = sorted(100 * (value(one) / value(other) - 1) for one, other in zip(rounds, base))
+        return f"{statistics.median(each):+.1f} % in the median, quartiles {share(each, 0.25):+.1f} and {share(each, 0.75):+.1f} %"
+
+    rate, cost = (statistics.median(map(value, rounds)) for value in (rate_of, cost_of))
+    return f"{rate:.1f} tokens/s ({ratios(rate_of)}) and {cost:.2f} ms of a processor a token ({ratios(cost_of)}) {name}"
 
 
 async def overhead(options, folder, model_id):
-    """Tokens a second of two vLLMs that differ in the connector alone, asked in turn, without a node."""
+    """Tokens a second, and what each costs a processor, of two vLLMs that differ in the connector alone, asked in turn, without a
+    node; and what they take while nobody asks."""
     plain, connected = engine(options, folder, model_id, "plain"), engine(options, folder, model_id, "connected", kv=True)
     ways = [("without the connector", plain, False), ("with it", connected, False), ("with it and names", connected, True)]
-    rates, complaints = {name: [] for name, _, _ in ways}, []
+    rounds, complaints = {name: [] for name, _, _ in ways}, []
     try:
         note("starting a vLLM with the connector and one without")
         note(f"both are up after {await start_engines([plain, connected]):.0f} s")
+        idle = await at_rest([plain, connected])
         for number in range(options.overhead_rounds + 1):
             # Forwards and backwards in turn: what grows or falls over time comes to nothing.
             for name, server, named in ways if number % 2 else reversed(ways):
-                rate, wrong = await throughput(server, number, named)
+                said, wrong = await throughput(server, number, named)
                 complaints += wrong
                 # The first round warms up.
                 if number:
-                    rates[name].append(rate)
+                    rounds[name].append(said)
     finally:
         await stop_engines([plain, connected])
-    base = rates[ways[0][0]]
-    said = [f"{statistics.median(base):.1f} tokens/s {ways[0][0]}"]
-    for name, _, _ in ways[1:]:
-        ratios = sorted(100 * (one / other - 1) for one, other in zip(rates[name], base))
-        said.append(f"{statistics.median(rates[name]):.1f} {name} ({statistics.median(ratios):+.1f} % in the median of {len(ratios)} "
-                    f"rounds, quartiles {share(ratios, 0.25):+.1f} and {share(ratios, 0.75):+.1f} %, {ratios[0]:+.1f} to {ratios[-1]:+.1f} %)")
-    return f"{', '.join(said)}; the goal is 1 % at most", complaints
+    base = rounds[ways[0][0]]
+    rate, cost = (statistics.median(map(value, base)) for value in (rate_of, cost_of))
+    said = [f"{rate:.1f} tokens/s and {cost:.2f} ms of a processor a token {ways[0][0]}"]
+    said += [compared(name, rounds[name], base) for name, _, _ in ways[1:]]
+    return (f"{', '.join(said)}, {len(base)} rounds of {ROUND} streams; at rest {idle[0]:.1f} ms of a processor a second without and "
+            f"{idle[1]:.1f} ms with it; the goal is 1 % at most"), complaints
 
 
 class Pressure:

@@ -1,4 +1,4 @@
-"""What a process holds: memory, threads and open files, as Linux counts them; and how many files it may."""
+"""What a process holds and takes: memory, threads, open files and processor time, as Linux counts them; and how many files it may."""
 
 import os
 import resource
@@ -27,6 +27,22 @@ def usage(pid):
     if "VmRSS" not in status:
         return None
     return Usage(int(status["VmRSS"].split()[0]) / 1024, int(status["Threads"]), handles)
+
+
+def processor_seconds(leader):
+    """Processor time that the processes of a session took so far, those that have ended and were waited for included."""
+    ticks = 0
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        # From the third field on: state, parent, group, session; user and system time of its own and of its children's.
+        if int(fields[3]) == leader:
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def raise_file_limit():
