@@ -162,6 +162,8 @@ pub struct Proposal {
     pub kv_bytes_per_token: u32,
     /// How long ago its client asked: it keeps its age where it comes to.
     pub waited: Duration,
+    /// The source's engine can give its KV to other engines without a node between.
+    pub direct: bool,
 }
 
 /// What a target answers to a proposal.
@@ -171,6 +173,8 @@ pub enum ProposalAnswer {
     Accepted {
         /// How long the reservation is kept when nothing arrives.
         lease: Duration,
+        /// The target's engine will read the KV out of the source's: stages say where it is. Only if that was proposed.
+        direct: bool,
     },
     /// No. Nothing is reserved.
     Refused(MoveRefusal),

@@ -25,7 +25,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 pub use crate::dispatch::PolicyName;
-pub use crate::engine::remote::ServerKind;
+pub use crate::engine::remote::{Inexact, ServerKind};
 pub use crate::engine::sim::Travels;
 pub use check::Surroundings;
 pub(crate) use check::{data_dir, kv_folder_of};
@@ -195,6 +195,8 @@ pub struct HttpEngineSettings {
     pub context: Option<u32>,
     /// Folder shared with it for the KV of requests that move; `None` moves them by recompute.
     pub kv_folder: Option<PathBuf>,
+    /// What is done with requests that would draw other tokens elsewhere.
+    pub inexact: Inexact,
 }
 
 /// llama.cpp in this process.

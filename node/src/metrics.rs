@@ -22,6 +22,7 @@ use metrics_exporter_prometheus::{
 };
 use shoal_gossip::{ClusterView, LoadSummary, NodeId, Readiness, Timestamp};
 
+use crate::engine::moving::MovingCounts;
 use crate::mesh::messages::MoveReport;
 
 pub use table::{Bound, MetricDoc, MetricKind};
@@ -243,6 +244,17 @@ impl Metrics {
     /// Shows what a token's KV takes on the way to another engine.
     pub fn kv_bytes_per_token(&self, bytes: u32) {
         gauge(&self.recorder, table::KV_PER_TOKEN, &[]).set(bytes);
+    }
+
+    /// Takes over what the engine itself counts of moves.
+    pub fn moving_counts(&self, counts: MovingCounts) {
+        counter(&self.recorder, table::DIRECT_BYTES, &[]).absolute(counts.direct_bytes);
+        for (what, count) in [
+            ("seed", counts.seeds_anew),
+            ("penalty", counts.penalties_anew),
+        ] {
+            counter(&self.recorder, table::INEXACT, &[what]).absolute(count);
+        }
     }
 
     /// Shows how many requests leave and come in now.

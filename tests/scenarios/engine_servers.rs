@@ -8,13 +8,14 @@ mod kv_moves;
 mod load;
 mod models;
 mod moves;
+mod seam;
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use shoal_gossip::{MonotonicClock, Tokens};
-use shoal_node::config::{EngineKind, HttpEngineSettings, NodeConfig};
+use shoal_node::config::{EngineKind, HttpEngineSettings, Inexact, NodeConfig};
 use shoal_node::engine::Engine;
 use shoal_node::engine::sim::{self, SimConfig};
 use shoal_tests::cluster::Cluster;
@@ -53,6 +54,7 @@ fn beside(server: &EngineServer, config: &mut NodeConfig) {
         stall: Duration::from_secs(2),
         context: None,
         kv_folder: None,
+        inexact: Inexact::Refuse,
     });
 }
 
@@ -71,12 +73,17 @@ impl Beside {
     }
 
     async fn of(servers: Vec<EngineServer>) -> Self {
+        Self::of_with(servers, Inexact::Refuse).await
+    }
+
+    async fn of_with(servers: Vec<EngineServer>, inexact: Inexact) -> Self {
         let folder = |_: &EngineServer| tempfile::tempdir().expect("a folder");
         let folders: Vec<TempDir> = servers.iter().map(folder).collect();
         let cluster = Cluster::start(servers.len(), |index, config| {
             beside(&servers[index], config);
             if let EngineKind::Http(http) = &mut config.engine.kind {
                 http.kv_folder = Some(folders[index].path().to_owned());
+                http.inexact = inexact;
             }
         })
         .await;

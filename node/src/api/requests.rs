@@ -89,6 +89,7 @@ struct MovedBody {
     bytes: u64,
     stages: u32,
     tokens: u32,
+    direct_tokens: u32,
 }
 
 impl From<MoveReport> for MovedBody {
@@ -100,6 +101,7 @@ impl From<MoveReport> for MovedBody {
             bytes: report.bytes,
             stages: report.stages,
             tokens: report.tokens,
+            direct_tokens: report.direct_tokens,
         }
     }
 }

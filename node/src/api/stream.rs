@@ -180,12 +180,8 @@ impl Writer {
         if let Some((style, writer)) = &mut self.0 {
             let prompt = on.prepared.prompt_tokens().0;
             let envelope = style.envelope.like(&on.shape);
-            *writer = Some(ChunkWriter::begun(
-                envelope,
-                prompt,
-                style.usage,
-                on.shape.ids,
-            ));
+            let new = ChunkWriter::new(envelope, prompt, style.usage, style.logprobs);
+            *writer = Some(new.begun(on.shape.ids));
         }
     }
 
@@ -221,7 +217,11 @@ impl Form for Relay {
                 writer.tokens(batch, &mut out);
                 out.into()
             }
-            _ => batch.wire.bytes.clone(),
+            Some(writer) => {
+                writer.skip(&batch.logprobs);
+                batch.wire.bytes.clone()
+            }
+            None => batch.wire.bytes.clone(),
         };
         Ok((!bytes.is_empty()).then_some(bytes))
     }

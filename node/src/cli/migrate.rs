@@ -47,6 +47,7 @@ struct Moved {
     bytes: u64,
     stages: u32,
     tokens: u32,
+    direct_tokens: u32,
 }
 
 async fn ask(args: &MigrateArgs) -> Result<String, FetchError> {
@@ -64,8 +65,12 @@ async fn ask(args: &MigrateArgs) -> Result<String, FetchError> {
     let moved: Moved = serde_json::from_slice(&body).map_err(|_| FetchError::NotANode {
         url: args.at.node.clone(),
     })?;
+    let direct = match moved.direct_tokens {
+        0 => String::new(),
+        tokens => format!(" (KV of {tokens} from engine to engine)"),
+    };
     Ok(format!(
-        "{} runs on {} now: {} tokens, {} bytes in {} stages, {:.1} ms in all, paused for {:.1} ms\n",
+        "{} runs on {} now: {} tokens{direct}, {} bytes in {} stages, {:.1} ms in all, paused for {:.1} ms\n",
         args.request,
         args.to,
         moved.tokens,

@@ -135,6 +135,17 @@ pub enum MoveError {
     Broken(String),
 }
 
+/// What an engine counts of the requests that came to it from elsewhere, since it was started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MovingCounts {
+    /// Bytes of KV that went from engine to engine without passing through a node.
+    pub direct_bytes: u64,
+    /// Requests that went on though what they draw is not what they would have drawn, since their seeded generator began anew.
+    pub seeds_anew: u64,
+    /// The same, since a penalty forgot what it had counted, or was made up for only nearly.
+    pub penalties_anew: u64,
+}
+
 /// An engine whose requests can move.
 ///
 /// At the source: [`describe`](Self::describe), any number of [`export`](Self::export), [`pause`](Self::pause), then
@@ -160,9 +171,22 @@ pub trait MovingEngine: Send + Sync {
     }
 
     /// Whether this request has KV that can be exported. One that has not moves by recompute.
-    fn exports(&self, request: RequestId) -> bool {
-        let _ = request;
+    fn exports(&self, _request: RequestId) -> bool {
         true
+    }
+
+    /// Whether KV can go between this engine and another one without a node between.
+    fn is_direct(&self) -> bool {
+        false
+    }
+
+    /// Says how the KV of a request is exported from now on: as bytes, or, where both engines can ([`Self::is_direct`]), as the
+    /// place where the target's engine finds it.
+    fn go_direct(&self, _request: RequestId, _epoch: Epoch, _direct: bool) {}
+
+    /// What is counted of moves in the engine itself.
+    fn counts(&self) -> MovingCounts {
+        MovingCounts::default()
     }
 
     /// Describes a job to a target. Its output may grow while this is on the way.

@@ -3,7 +3,7 @@
 //! ```text
 //!  watch     asks what the engine is and how it is (identity, reading, scrape) → gauge: its load
 //!  question  what it is asked for a job (the client's own bytes, or to go on from ids)
-//!  exchange  one HTTP request (client) → answer, chunk, sse: pieces with the ids they stand for
+//!  exchange  one HTTP request (client) → answer, chunk, sse: pieces with the ids they stand for (told: the text of ids)
 //!  job       what was drawn and what of it is on its way; run: the task that moves it on
 //!  moving    hand-over, with KV where the engine gives it away (kv), else by recompute
 //! ```
@@ -27,6 +27,7 @@ mod reading;
 mod run;
 mod scrape;
 mod sse;
+mod told;
 mod watch;
 
 use std::collections::BTreeMap;
@@ -50,7 +51,7 @@ use self::job::{RemoteJob, SharedJob};
 pub use self::kind::ServerKind;
 use self::kv::KvSide;
 use self::question::Asked;
-use crate::engine::moving::MovingEngine;
+use crate::engine::moving::{MovingCounts, MovingEngine};
 use crate::engine::work::{Job, Prepared, RequestKind};
 use crate::engine::{
     Capabilities, Engine, EngineError, EngineEvent, EngineFacts, ReservationId, ReserveAsk,
@@ -78,6 +79,30 @@ pub struct RemoteConfig {
     pub queue_limit: u32,
     /// Folder that node and engine share for the KV of requests that move; `None` moves them by recompute.
     pub kv_folder: Option<PathBuf>,
+    /// What is done with requests that would draw other tokens elsewhere.
+    pub inexact: Inexact,
+}
+
+/// Whether a request may go on in another engine that draws other tokens than its own would have: a seeded generator begins anew
+/// there, and a penalty forgets.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    clap::ValueEnum,
+    serde::Serialize,
+    serde::Deserialize,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum Inexact {
+    /// It stays, and stands or falls with its engine.
+    #[default]
+    Refuse,
+    /// It goes on; that is counted and logged each time.
+    Allow,
 }
 
 /// An engine beside the node.
@@ -98,6 +123,8 @@ struct Shared {
     known: Mutex<Option<Known>>,
     jobs: Mutex<BTreeMap<RequestId, SharedJob>>,
     kv: KvSide,
+    /// Requests that went on inexactly.
+    inexact: Mutex<MovingCounts>,
     changed: channel::Sender<()>,
     /// Wakes the watcher before its time: something went wrong with the engine.
     look: Notify,
@@ -192,6 +219,7 @@ pub fn start(
         known: Mutex::new(None),
         jobs: Mutex::new(BTreeMap::new()),
         kv,
+        inexact: Mutex::default(),
         changed: channel::Sender::new(()),
         look: Notify::new(),
         stop: CancellationToken::new(),
@@ -226,6 +254,7 @@ impl Shared {
             has_ids: known.has_ids,
             high_first: known.high_first,
             grammar: self.kv.tells_grammars(),
+            inexact: self.config.inexact,
             context: served.context,
         };
         Ok((asked, served.fingerprint))
@@ -289,7 +318,7 @@ impl Shared {
         if !by_ids {
             return Ok((asked, fingerprint));
         }
-        let goes_on = self.facts().capabilities.resumes && asked.can_take(&job.body);
+        let goes_on = self.facts().capabilities.resumes && asked.can_take(job);
         if !goes_on {
             return Err(bad("this engine cannot go on from token ids", "prompt"));
         }

@@ -13,7 +13,7 @@ use crate::engine::work::{Fit, HttpAsk, Prepared, Priority, RequestKind};
 use crate::engine::{EngineError, Finish, TokenBatch};
 
 /// Version of everything in this file. Nodes of another version are not candidates and get no answer.
-pub const PROTOCOL: u16 = 4;
+pub const PROTOCOL: u16 = 5;
 
 /// Longest control message in bytes. An offer with [`MAX_EXCLUDED`] names and the longest model name
 /// takes under 1 KiB; four times that leaves room for what comes.
@@ -203,6 +203,8 @@ pub struct MoveReport {
     pub stages: u32,
     /// Tokens that existed when it stopped.
     pub tokens: u32,
+    /// Tokens whose KV the target's engine read out of the source's; it is not in the bytes.
+    pub direct_tokens: u32,
 }
 
 /// Why an offer was refused.

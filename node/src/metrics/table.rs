@@ -154,6 +154,10 @@ table! {
         "Times a request of this node's engine lost its KV to another one and had it computed again.";
     KV_PER_TOKEN = "shoal_engine_kv_bytes_per_token" Gauge, [],
         "Bytes that the KV of a token takes when a request of this node's engine moves, at most; 0 when requests move by recompute.";
+    DIRECT_BYTES = "shoal_engine_kv_direct_bytes_total" Counter, [],
+        "Bytes of KV that this node's engine read out of other engines; those in shoal_move_bytes_total went through the nodes.";
+    INEXACT = "shoal_engine_inexact_total" Counter, ["what"],
+        "Requests that went on in this node's engine, with the operator's leave (--engine-inexact allow), though they draw other tokens than in one engine: the generator of a seed began anew, or a penalty forgot what it had counted.";
     STEP_SECONDS = "shoal_engine_step_seconds" Gauge, [],
         "Smoothed time of one engine step; 0 when unknown.";
     PREFILL_BACKLOG = "shoal_engine_prefill_backlog_tokens" Gauge, [],

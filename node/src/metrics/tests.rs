@@ -27,12 +27,18 @@ fn touched() -> Metrics {
         bytes: 12,
         stages: 2,
         tokens: 100,
+        direct_tokens: 0,
     });
     metrics.arrived("arrived", "none");
     metrics.moves_under_way(1, 2);
     metrics.attached();
     metrics.preemptions(3);
     metrics.kv_bytes_per_token(46_080);
+    metrics.moving_counts(MovingCounts {
+        direct_bytes: 4096,
+        seeds_anew: 1,
+        penalties_anew: 2,
+    });
     metrics.gossip_datagrams("sent", 7);
     metrics.gossip_dropped("replayed", 3);
     metrics

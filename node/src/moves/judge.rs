@@ -30,10 +30,13 @@ const PREFILL_PATIENCE: Duration = Duration::from_millis(20);
 impl Moves {
     /// Judges another node's proposal to hand a request over to this one.
     pub fn propose(self: &Arc<Self>, from: NodeId, proposal: Proposal) -> ProposalAnswer {
+        let moving = self.engine.moving();
+        let direct = proposal.direct && moving.is_some_and(MovingEngine::is_direct);
         match self.consider(from, &proposal) {
             Ok(()) => match target::begin(self, from, proposal) {
                 Ok(()) => ProposalAnswer::Accepted {
                     lease: self.settings.limits.lease,
+                    direct,
                 },
                 Err(refusal) => ProposalAnswer::Refused(refusal),
             },

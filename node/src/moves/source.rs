@@ -11,7 +11,8 @@ use shoal_migrate::session::{
 };
 use shoal_migrate::transfer::ParcelKind;
 use shoal_migrate::{
-    CopyManner, CopyMode, MigrateError, MigrationId, MoveReason, MoveRefusal, Proposal, StageIndex,
+    CopyManner, CopyMode, KvRange, MigrateError, MigrationId, MoveReason, MoveRefusal, Proposal,
+    StageIndex,
 };
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
@@ -33,7 +34,26 @@ pub(super) fn begin(
     to: NodeId,
     (reason, manner): (MoveReason, CopyManner),
 ) -> Result<oneshot::Receiver<MoveAnswer>, &'static str> {
-    let proposal = propose(moves, &job, to, (reason, manner))?;
+    begin_by(moves, job, to, (reason, manner, Path::Best))
+}
+
+/// Which way KV goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Path {
+    /// From engine to engine, if both can.
+    Best,
+    /// Through the nodes.
+    Nodes,
+}
+
+fn begin_by(
+    moves: &Arc<Moves>,
+    job: JobStatus,
+    to: NodeId,
+    (reason, manner, path): (MoveReason, CopyManner, Path),
+) -> Result<oneshot::Receiver<MoveAnswer>, &'static str> {
+    let mut proposal = propose(moves, &job, to, (reason, manner))?;
+    proposal.direct &= path == Path::Best;
     let (sender, inputs) = mpsc::channel(INPUTS);
     let migration = {
         let mut sessions = moves.lock();
@@ -72,12 +92,16 @@ pub(super) fn begin(
     let session = Run::new(seat, proposal, (job.prompt, manner));
     let (again, request) = (Arc::clone(moves), job.request);
     moves.tasks.spawn(async move {
-        let (mut answer, is_unable) = session.run(inputs).await;
-        if is_unable
-            && manner == CopyManner::Staged
-            && let Some(other) = without_kv(&again, request, (to, reason)).await
+        let (mut answer, failed) = session.run(inputs).await;
+        let other = match failed {
+            Some(Failed::Unable) if manner == CopyManner::Staged => Some(CopyManner::Recompute),
+            Some(Failed::Direct) => Some(manner),
+            Some(Failed::Unable) | None => None,
+        };
+        if let Some(other) = other
+            && let Some(second) = once_more(&again, request, to, (reason, other)).await
         {
-            answer = other;
+            answer = second;
         }
         // Whoever asked may have gone.
         drop(teller.send(answer));
@@ -85,14 +109,24 @@ pub(super) fn begin(
     Ok(answer)
 }
 
-/// Moves a request by recompute, whose KV the target cannot take in.
-async fn without_kv(
+/// Why a move failed that can be tried in another way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Failed {
+    /// The target takes no KV in.
+    Unable,
+    /// It stayed, and its KV was to go from engine to engine: perhaps these two cannot reach each other.
+    Direct,
+}
+
+/// Moves a request that stayed, its KV through the nodes if it has any to take along.
+async fn once_more(
     moves: &Arc<Moves>,
     request: RequestId,
-    (to, reason): (NodeId, MoveReason),
+    to: NodeId,
+    (reason, manner): (MoveReason, CopyManner),
 ) -> Option<MoveAnswer> {
     let job = moves.engine.moving()?.job(request)?;
-    let begun = begin(moves, job, to, (reason, CopyManner::Recompute));
+    let begun = begin_by(moves, job, to, (reason, manner, Path::Nodes));
     begun.ok()?.await.ok()
 }
 
@@ -130,6 +164,7 @@ fn propose(
         longest: job.prompt + job.max_output,
         kv_bytes_per_token: if mode == CopyMode::Kv { bytes } else { 0 },
         waited: moves.clock.now().since(job.came),
+        direct: mode == CopyMode::Kv && moving.is_some_and(MovingEngine::is_direct),
     })
 }
 
@@ -149,6 +184,10 @@ impl Drop for Seat {
 /// What an action came to.
 enum Done {
     Input(SourceInput),
+    /// The target takes it; its engine may read the KV out of this one.
+    Accepted {
+        direct: bool,
+    },
     /// A stage is at the target.
     Copied {
         input: SourceInput,
@@ -157,6 +196,8 @@ enum Done {
     Paused(Box<PausedJob>),
     LastSent {
         bytes: u64,
+        /// Up to where its KV went along.
+        end: Option<Tokens>,
     },
 }
 
@@ -167,6 +208,8 @@ struct Run {
     manner: CopyManner,
     began: Timestamp,
     work: JoinSet<Done>,
+    /// The KV goes from engine to engine.
+    direct: bool,
     opened: bool,
     /// What `Pause` gave, until it is sent.
     paused: Option<PausedJob>,
@@ -186,6 +229,7 @@ impl Run {
             prompt,
             manner,
             work: JoinSet::new(),
+            direct: false,
             opened: false,
             paused: None,
             stopped: None,
@@ -201,8 +245,11 @@ impl Run {
         self.proposal.migration
     }
 
-    /// What came of it, and whether it was that the target takes no KV in.
-    async fn run(mut self, mut inputs: mpsc::Receiver<SourceInput>) -> (MoveAnswer, bool) {
+    /// What came of it, and what another try could do otherwise.
+    async fn run(
+        mut self,
+        mut inputs: mpsc::Receiver<SourceInput>,
+    ) -> (MoveAnswer, Option<Failed>) {
         let clock = Arc::clone(&self.moves().clock);
         let mut views = self.moves().knowledge.views();
         let mode = self.proposal.mode;
@@ -252,15 +299,16 @@ impl Run {
         if outcome == Some(Outcome::Moved) {
             self.count_the_rest().await;
         }
-        let is_unable = matches!(
-            &outcome,
+        let failed = match &outcome {
             Some(Outcome::Stayed(Cause::Error(MigrateError::Refused {
                 refusal: MoveRefusal::Unable(_),
                 ..
-            })))
-        );
+            }))) => Some(Failed::Unable),
+            Some(Outcome::Stayed(Cause::Error(_))) if self.direct => Some(Failed::Direct),
+            Some(_) | None => None,
+        };
         // Words to the other side are on their way in tasks of the node; what is left here is of no use.
-        (self.tell(outcome), is_unable)
+        (self.tell(outcome), failed)
     }
 
     /// The target's word that it owns the request may overtake the carrier's that the last parcel is there.
@@ -282,7 +330,18 @@ impl Run {
     fn take(&mut self, done: Result<Done, tokio::task::JoinError>) -> Option<SourceInput> {
         match done {
             Ok(Done::Input(input)) => Some(input),
+            Ok(Done::Accepted { direct }) => {
+                self.direct = direct;
+                if let Some(moving) = self.moves().engine.moving() {
+                    let MigrationId { request, epoch, .. } = self.migration();
+                    moving.go_direct(request, epoch, direct);
+                }
+                Some(SourceInput::Accepted)
+            }
             Ok(Done::Copied { input, bytes }) => {
+                if let (true, SourceInput::StageSent { end, .. }) = (self.direct, &input) {
+                    self.report.direct_tokens = end.0;
+                }
                 self.report.bytes += bytes;
                 self.report.stages += 1;
                 Some(input)
@@ -294,7 +353,10 @@ impl Run {
                 self.paused = Some(*job);
                 Some(SourceInput::Paused)
             }
-            Ok(Done::LastSent { bytes }) => {
+            Ok(Done::LastSent { bytes, end }) => {
+                if let (true, Some(end)) = (self.direct, end) {
+                    self.report.direct_tokens = end.0;
+                }
                 self.report.bytes += bytes;
                 self.report.stages += 1;
                 Some(SourceInput::LastSent)
@@ -386,10 +448,10 @@ impl Run {
                 let (range, body) = parts(kv);
                 let kind = ParcelKind::Last(range);
                 bytes += send(&moves, migration, stage, (kind, encode(&state)?, body)).await?;
-                Ok::<_, String>(bytes)
+                Ok::<_, String>((bytes, range.map(KvRange::end)))
             };
             match sent.await {
-                Ok(bytes) => Done::LastSent { bytes },
+                Ok((bytes, end)) => Done::LastSent { bytes, end },
                 Err(reason) => Done::Input(SourceInput::LastFailed { reason }),
             }
         });
@@ -416,7 +478,7 @@ impl Run {
             self.moves().metrics.move_figures(&report);
         }
         debug!(target: "shoal::events::move", migration = %self.migration(), reason = reason.as_str(),
-            mode = self.proposal.mode.as_str(), outcome = kind, cause, pause_us = report.pause_us,
+            mode = self.proposal.mode.as_str(), direct = self.direct, outcome = kind, cause, pause_us = report.pause_us,
             total_us = report.total_us, bytes = report.bytes, stages = report.stages, tokens = report.tokens);
         answer
     }

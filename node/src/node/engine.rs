@@ -72,6 +72,7 @@ fn remote_config(
         block_size: BlockSize::new(settings.block_size),
         queue_limit: queue_limit(settings),
         kv_folder: own.kv_folder.clone(),
+        inexact: own.inexact,
     })
 }
 

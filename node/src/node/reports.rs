@@ -59,6 +59,9 @@ pub(super) async fn publish_load(
         metrics.preemptions(engine.preemptions());
         let moving = engine.moving();
         metrics.kv_bytes_per_token(moving.map_or(0, MovingEngine::kv_bytes_per_token));
+        if let Some(moving) = moving {
+            metrics.moving_counts(moving.counts());
+        }
         let (leaving, arriving) = moves.under_way();
         metrics.moves_under_way(leaving, arriving);
         // Gossip tells the newest a few times a second; a burst of requests changes it a thousand times.

@@ -252,6 +252,8 @@ pub struct ChunkWriter {
     logprobs: bool,
     ids: bool,
     opened: bool,
+    /// What is no whole character has the bytes of its replacement, as vLLM writes it, and not none.
+    lossy_bytes: bool,
     /// Characters of all tokens so far, for the completion API's `text_offset`.
     offset: usize,
 }
@@ -271,16 +273,26 @@ impl ChunkWriter {
             logprobs,
             ids: false,
             opened: false,
+            lossy_bytes: false,
             offset: 0,
         }
     }
 
-    /// A stream that an engine began, without log-probabilities; with the ids of its tokens if `ids`.
-    pub fn begun(envelope: Envelope, prompt_tokens: u32, include_usage: bool, ids: bool) -> Self {
+    /// The same stream, if an engine began it; with the ids of its tokens if `ids`.
+    #[must_use]
+    pub fn begun(self, ids: bool) -> Self {
         Self {
             opened: true,
+            lossy_bytes: true,
             ids,
-            ..Self::new(envelope, prompt_tokens, include_usage, false)
+            ..self
+        }
+    }
+
+    /// Takes note of tokens that the engine wrote itself.
+    pub fn skip(&mut self, tokens: &[TokenLogprob]) {
+        for token in tokens {
+            self.offset += token.token.chars().count();
         }
     }
 
@@ -363,7 +375,7 @@ impl ChunkWriter {
         let choice = ChatChunkChoice {
             index: 0,
             delta,
-            logprobs: logprobs.map(ChatLogprobs::new),
+            logprobs: logprobs.map(|tokens| ChatLogprobs::new(tokens).lossily(self.lossy_bytes)),
             finish_reason,
             token_ids,
         };

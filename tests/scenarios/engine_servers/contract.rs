@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use shoal_gossip::{BlockSize, MonotonicClock, Readiness, Tokens};
 use shoal_node::engine::Engine;
-use shoal_node::engine::remote::{self, RemoteConfig};
+use shoal_node::engine::remote::{self, Inexact, RemoteConfig};
 use shoal_node::engine::sim::{self, SimConfig};
 use shoal_tests::engine_contract::Shape;
 use shoal_tests::engine_server::{Dialect, EngineServer};
@@ -46,6 +46,8 @@ fn make(dialect: Dialect, shape: Shape) -> Arc<dyn Engine> {
             block_size: BlockSize::new(NonZeroU32::new(16).expect("not zero")),
             queue_limit: shape.queue_limit,
             kv_folder: None,
+            // The simulated engine behind it draws by seed and position, so all of it is exact.
+            inexact: Inexact::Allow,
         };
         // It stands as long as the test runs.
         Box::leak(Box::new(server));

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 use shoal_tests::client::Events;
-use shoal_tests::engine_server::{Dialect, EngineServer};
+use shoal_tests::engine_server::{Dialect, EngineServer, KvFigures};
 use shoal_tests::wait::until;
 
 use super::moves::{migrate_as, under_way};
@@ -66,6 +66,7 @@ async fn read(events: &mut Events, count: usize) -> String {
 /// A stream that has begun, its text so far, and the text that it has when nothing happens.
 async fn begun(mesh: &Beside, body: &Value) -> (Events, String, String) {
     let (expected, _) = mesh.stream(COMPLETIONS, body).await.text().await;
+    nothing_kept(mesh).await;
     mesh.servers
         .iter()
         .for_each(|server| server.kv().forget_cache());
@@ -74,7 +75,19 @@ async fn begun(mesh: &Beside, body: &Value) -> (Events, String, String) {
     (events, first, expected)
 }
 
-/// Nothing of any request is kept anywhere.
+/// The figures of a server once it has taken over one more request than before.
+async fn taken_over(server: &EngineServer, before: &KvFigures) -> KvFigures {
+    until("a request that went on", || async {
+        let after = server.kv().figures();
+        match after.computed.len() > before.computed.len() {
+            true => Ok(after),
+            false => Err(after),
+        }
+    })
+    .await
+}
+
+/// Nothing of any request runs or is kept anywhere.
 async fn nothing_kept(mesh: &Beside) {
     until("engines that hold nothing", || async {
         let figures: Vec<_> = mesh
@@ -84,7 +97,7 @@ async fn nothing_kept(mesh: &Beside) {
             .collect();
         match figures
             .iter()
-            .all(|figures| figures.held + figures.staged == 0)
+            .all(|figures| figures.live + figures.held + figures.staged == 0)
         {
             true => Ok(()),
             false => Err(figures),
@@ -105,9 +118,12 @@ async fn a_stream_moves_to_and_fro_with_its_kv() {
             assert_eq!(status, 200, "{copy}: {answer}");
             assert!(answer["bytes"].as_u64() > Some(1_000), "{answer}");
             text += &read(&mut events, 8).await;
-            let after = mesh.servers[1 - host].kv().figures();
+            let after = taken_over(&mesh.servers[1 - host], &before).await;
             assert_eq!(after.wrong, 0, "{copy}: {after:?}");
-            assert!(after.imported > before.imported, "{copy}: {after:?}");
+            assert!(
+                after.imported > before.imported,
+                "{copy}: {answer} {after:?}"
+            );
             assert_eq!(
                 after.computed.last(),
                 Some(&1),
@@ -117,6 +133,75 @@ async fn a_stream_moves_to_and_fro_with_its_kv() {
         let (rest, reason) = events.text().await;
         assert_eq!(text + &rest, expected, "{copy}");
         assert_eq!(reason.as_deref(), Some("length"));
+        nothing_kept(&mesh).await;
+    }
+}
+
+/// Nodes beside two stand-ins that can read each other's KV.
+async fn neighbours() -> Beside {
+    let mut servers = Vec::new();
+    for _ in 0..2 {
+        servers.push(EngineServer::start(Dialect::Vllm, engine("m", SPEED)).await);
+        servers.last().expect("one").kv().be_direct();
+    }
+    let mesh = Beside::of(servers).await;
+    for index in 0..2 {
+        give_kv(&mesh, index).await;
+    }
+    mesh
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn engines_that_can_read_each_other_s_kv_do() {
+    let mesh = neighbours().await;
+    for copy in ["staged", "blocking"] {
+        let (mut events, mut text, expected) = begun(&mesh, &long(160)).await;
+        for _ in 0..2 {
+            let (id, host) = under_way(&mesh).await;
+            let before = mesh.servers[1 - host].kv().figures();
+            let (status, answer) = migrate_as(&mesh, &id, 1 - host, copy).await;
+            assert_eq!(status, 200, "{copy}: {answer}");
+            text += &read(&mut events, 8).await;
+            let after = taken_over(&mesh.servers[1 - host], &before).await;
+            assert!(after.fetched > before.fetched, "{copy}: {answer} {after:?}");
+            assert_eq!((after.wrong, after.unkept), (0, 0), "{copy}: {after:?}");
+            assert_eq!(after.computed.last(), Some(&1), "{copy}: {after:?}");
+        }
+        let (rest, reason) = events.text().await;
+        assert_eq!(text + &rest, expected, "{copy}");
+        assert_eq!(reason.as_deref(), Some("length"));
+        nothing_kept(&mesh).await;
+    }
+    until("nothing kept for others", || async {
+        let pinned = |server: &EngineServer| server.kv().figures().pinned;
+        let pinned: Vec<usize> = mesh.servers.iter().map(pinned).collect();
+        match pinned[..] {
+            [0, 0] => Ok(()),
+            _ => Err(pinned),
+        }
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn kv_that_cannot_be_read_goes_through_the_nodes() {
+    let mesh = neighbours().await;
+    for copy in ["staged", "blocking"] {
+        let (mut events, mut text, expected) = begun(&mesh, &long(160)).await;
+        let (id, host) = under_way(&mesh).await;
+        let to = mesh.servers[1 - host].kv();
+        let before = to.figures();
+        to.fault("fetch", "unfit");
+        let (status, answer) = migrate_as(&mesh, &id, 1 - host, copy).await;
+        assert_eq!(status, 200, "{copy}: {answer}");
+        assert!(answer["bytes"].as_u64() > Some(1_000), "{answer}");
+        text += &read(&mut events, 8).await;
+        let after = taken_over(&mesh.servers[1 - host], &before).await;
+        assert_eq!((after.wrong, after.fetched), (0, before.fetched), "{copy}");
+        assert!(after.imported > before.imported, "{copy}: {after:?}");
+        to.mend();
+        let (rest, _) = events.text().await;
+        assert_eq!(text + &rest, expected, "{copy}");
         nothing_kept(&mesh).await;
     }
 }

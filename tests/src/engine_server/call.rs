@@ -85,6 +85,14 @@ impl Call {
         }
     }
 
+    /// What divides the ids before which a control token's name is written.
+    pub(super) fn control_tokens(&self) -> Option<u32> {
+        self.met.find(|fault| match fault {
+            Fault::ControlTokens(divisor) => Some(*divisor),
+            _ => None,
+        })
+    }
+
     fn grouping(&self) -> Grouping {
         let tokens = self.met.find(|fault| match fault {
             Fault::ManyTokensPerEvent(tokens) | Fault::LostIds(tokens) => Some(*tokens),

@@ -51,6 +51,8 @@ pub enum Fault {
     /// This many tokens in one event, with the id of the last one only: what llama-server does with the
     /// tokens of one character.
     LostIds(usize),
+    /// Asked for the text of ids, writes the name of a control token before each that this divides. Streams do not show it.
+    ControlTokens(u32),
     /// Figures of load go by other names.
     MetricsRenamed,
     /// Figures of load are not numbers.
@@ -97,6 +99,7 @@ impl Fault {
             | Self::OddClock
             | Self::ManyTokensPerEvent(_)
             | Self::LostIds(_)
+            | Self::ControlTokens(_)
             | Self::MetricsRenamed
             | Self::MetricsNaN
             | Self::MetricsGone

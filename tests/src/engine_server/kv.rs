@@ -6,7 +6,8 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::Path;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -49,10 +50,18 @@ pub struct KvFigures {
     pub imported: usize,
     /// Tokens whose KV was laid in and is not what it should be.
     pub wrong: usize,
+    /// Requests that run.
+    pub live: usize,
     /// Requests that are held.
     pub held: usize,
     /// Parts that lie ready.
     pub staged: usize,
+    /// Blocks that were read out of other engines.
+    pub fetched: usize,
+    /// Of these, blocks that their engine did not keep for it: they may be another request's.
+    pub unkept: usize,
+    /// Parts of running requests that are kept for other engines to read.
+    pub pinned: usize,
 }
 
 #[derive(Debug, Default)]
@@ -63,15 +72,24 @@ struct State {
     held: BTreeMap<String, Ids>,
     staged: BTreeMap<String, Vec<u8>>,
     cache: HashSet<u64>,
+    /// Where other engines find it, if they can.
+    address: Option<u64>,
+    /// What is kept for them, by key.
+    pins: BTreeMap<String, Vec<u32>>,
     figures: KvFigures,
     /// The next question of this kind is answered so.
     faults: BTreeMap<String, &'static str>,
 }
 
+type Shared = (Mutex<State>, Condvar);
+
+/// All connectors of this process that others can read from.
+static READABLE: Mutex<BTreeMap<u64, Weak<Shared>>> = Mutex::new(BTreeMap::new());
+
 /// The connector of one stand-in.
 #[derive(Clone, Debug, Default)]
 pub struct Kv {
-    shared: Arc<(Mutex<State>, Condvar)>,
+    shared: Arc<Shared>,
 }
 
 /// A request that has a name here. Dropping it ends the request.
@@ -98,12 +116,23 @@ impl Kv {
         )
     }
 
+    /// From now on it says that other engines can read its KV, and it theirs.
+    pub fn be_direct(&self) {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let address = NEXT.fetch_add(1, Ordering::Relaxed);
+        let mut readable = READABLE.lock().unwrap_or_else(PoisonError::into_inner);
+        readable.insert(address, Arc::downgrade(&self.shared));
+        self.lock().address = Some(address);
+    }
+
     /// What came of it so far.
     pub fn figures(&self) -> KvFigures {
         let state = self.lock();
         KvFigures {
+            live: state.live.len(),
             held: state.held.len(),
             staged: state.staged.len(),
+            pinned: state.pins.len(),
             ..state.figures.clone()
         }
     }
@@ -190,15 +219,24 @@ impl Kv {
                 Some(ids) => json!({ "ok": true, "state": "running", "computed": ids.computed() }),
                 None => json!({ "ok": true, "state": "none", "computed": 0 }),
             },
-            Some("blocks") => match state.ids(id) {
-                Some(ids) => {
-                    let number = |name: &str| told[name].as_u64().map_or(0, |it| it as u32);
-                    let first = ids.serial * APART + number("first");
-                    let blocks: Vec<u32> = (first..first + number("count")).collect();
+            Some("blocks") => match state.table(told) {
+                Some(blocks) => json!({ "ok": true, "ids": blocks, "preemptions": 0 }),
+                None => no("gone"),
+            },
+            Some("pin") => match state.table(told) {
+                Some(blocks) => {
+                    let key = told["key"].as_str().unwrap_or_default();
+                    if state.live.contains_key(id) {
+                        state.pins.insert(key.to_owned(), blocks.clone());
+                    }
                     json!({ "ok": true, "ids": blocks, "preemptions": 0 })
                 }
                 None => no("gone"),
             },
+            Some("unpin") => {
+                let key = told["key"].as_str().unwrap_or_default();
+                json!({ "ok": true, "unpinned": state.pins.remove(key).is_some() })
+            }
             Some("hold") if state.live.contains_key(id) => {
                 state.holds.insert(id.to_owned());
                 json!({ "ok": true })
@@ -229,13 +267,17 @@ impl Kv {
 
     fn worker(&self, asked: &Question) -> Value {
         let told = &asked.told;
+        // Before anything is locked here: the other one may be reading too.
+        let fetched = told["from"].is_object().then(|| self.fetch(&told["from"]));
         let mut state = self.lock();
         if let Some(no) = state.fault(told) {
             return no;
         }
         match (told["op"].as_str(), &asked.file) {
             (Some("hello"), _) => json!({ "ok": true, "protocol": 1, "generation": "stand-in",
-                "layout": { "digest": "00000000000000aa", "block_bytes": BLOCK * TOKEN } }),
+                "layout": { "digest": "00000000000000aa", "block_bytes": BLOCK * TOKEN },
+                "direct": state.address.is_some() }),
+            (Some("address"), _) => json!({ "ok": true, "address": { "at": state.address } }),
             (Some("export"), Some(file)) => {
                 let blocks = told["blocks"].as_array().cloned().unwrap_or_default();
                 let blocks = blocks.iter().filter_map(Value::as_u64);
@@ -244,6 +286,18 @@ impl Kv {
                 json!({ "ok": true })
             }
             (Some("stage"), Some(file)) => {
+                match fetched {
+                    Some(Some(fetched)) if !state.faults.contains_key("fetch") => {
+                        kv_socket::fill(file, &fetched.bytes);
+                        state.figures.fetched += fetched.blocks;
+                        state.figures.unkept += fetched.unkept;
+                    }
+                    Some(_) => {
+                        state.faults.remove("fetch");
+                        return no("unfit");
+                    }
+                    None => {}
+                }
                 let key = told["key"].as_str().unwrap_or_default().to_owned();
                 state.staged.insert(key, kv_socket::contents(file));
                 json!({ "ok": true })
@@ -257,7 +311,50 @@ impl Kv {
     }
 }
 
+/// What was read out of another engine.
+struct Fetched {
+    bytes: Vec<u8>,
+    blocks: usize,
+    unkept: usize,
+}
+
+impl Kv {
+    /// Reads blocks out of another engine.
+    fn fetch(&self, from: &Value) -> Option<Fetched> {
+        let at = from["address"]["at"].as_u64()?;
+        let readable = READABLE.lock().unwrap_or_else(PoisonError::into_inner);
+        let other = readable.get(&at).and_then(Weak::upgrade);
+        drop(readable);
+        let other = other.filter(|other| !Arc::ptr_eq(other, &self.shared))?;
+        let ids = from["ids"].as_array().cloned().unwrap_or_default();
+        let ids: Vec<u32> = ids
+            .iter()
+            .filter_map(|id| u32::try_from(id.as_u64()?).ok())
+            .collect();
+        let there = other.0.lock().unwrap_or_else(PoisonError::into_inner);
+        Some(Fetched {
+            bytes: ids.iter().flat_map(|id| there.block(*id)).collect(),
+            blocks: ids.len(),
+            unkept: ids.iter().filter(|id| !there.keeps(**id)).count(),
+        })
+    }
+}
+
 impl State {
+    /// The blocks that are asked about.
+    fn table(&self, told: &Value) -> Option<Vec<u32>> {
+        let ids = self.ids(told["id"].as_str()?)?;
+        let number = |name: &str| told[name].as_u64().map_or(0, |it| it as u32);
+        let first = ids.serial * APART + number("first");
+        Some((first..first + number("count")).collect())
+    }
+
+    /// Whether a block stays what it is while another engine reads it.
+    fn keeps(&self, id: u32) -> bool {
+        let held = self.held.values().any(|ids| ids.serial == id / APART);
+        held || self.pins.values().flatten().any(|pinned| *pinned == id)
+    }
+
     fn fault(&mut self, told: &Value) -> Option<Value> {
         let op = told["op"].as_str()?;
         self.faults.remove(op).map(no)

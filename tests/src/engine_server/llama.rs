@@ -52,7 +52,7 @@ pub(super) async fn reply(server: &Shared, call: &Call) -> Reply {
             Reply::json(200, &vllm::embedding(server, call, &call.json()))
         }
         ("POST", "/tokenize") => with_body(call, |body| Ok(tokenize(body))),
-        ("POST", "/detokenize") => with_body(call, detokenize),
+        ("POST", "/detokenize") => with_body(call, |body| detokenize(call, body)),
         ("POST", "/apply-template") => with_body(call, |body| apply_template(server, call, body)),
         _ => {
             let error =
@@ -208,10 +208,10 @@ fn tokenize(body: &Value) -> Json {
     ordered! {"tokens": ids}
 }
 
-fn detokenize(body: &Value) -> Result<Json, EngineError> {
+fn detokenize(call: &Call, body: &Value) -> Result<Json, EngineError> {
     let ids: Vec<u32> = serde_json::from_value(body["tokens"].clone())
         .map_err(|cause| bad(&format!("[json.exception.type_error.302] {cause}")))?;
-    Ok(ordered! {"content": text::decode(&ids)})
+    Ok(ordered! {"content": text::decode_with(&ids, call.control_tokens())})
 }
 
 fn apply_template(server: &Shared, call: &Call, body: &Value) -> Result<Json, EngineError> {

@@ -61,7 +61,19 @@ pub(super) fn piece(id: u32) -> Vec<u8> {
 
 /// Text of ids, control tokens by name.
 pub(super) fn decode(ids: &[u32]) -> String {
-    let bytes: Vec<u8> = ids.iter().flat_map(|id| piece(*id)).collect();
+    decode_with(ids, None)
+}
+
+/// The same, with one more name before each id that `control` divides.
+pub(super) fn decode_with(ids: &[u32], control: Option<u32>) -> String {
+    let named = |id: u32| control.is_some_and(|control| id.is_multiple_of(control));
+    let mut bytes = Vec::new();
+    for id in ids {
+        if named(*id) {
+            bytes.extend(b"<|control|>");
+        }
+        bytes.extend(piece(*id));
+    }
     String::from_utf8_lossy(&bytes).into_owned()
 }
 

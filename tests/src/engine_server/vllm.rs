@@ -266,7 +266,10 @@ fn detokenize(call: &Call) -> Reply {
         Err(reply) => return reply,
     };
     match serde_json::from_value::<Vec<u32>>(body["tokens"].clone()) {
-        Ok(ids) => Reply::json(200, &ordered! {"prompt": text::decode(&ids)}),
+        Ok(ids) => {
+            let text = text::decode_with(&ids, call.control_tokens());
+            Reply::json(200, &ordered! {"prompt": text})
+        }
         Err(cause) => bad(&cause.to_string(), Some("tokens")),
     }
 }

@@ -41,6 +41,7 @@ async fn a_move_by_hand_is_answered_with_its_figures_or_why_not() {
     assert_eq!(moved.status, 200);
     assert_eq!(moved.json()["pause_ms"], 1.5);
     assert_eq!(moved.json()["stages"], 3);
+    assert_eq!(moved.json()["direct_tokens"], 12);
     let stays = server.ask(&migrate(&id, &HOST.to_string())).await;
     assert_eq!(stays.status, 409);
     assert_eq!(stays.json()["error"]["code"], "conflict");

@@ -146,6 +146,7 @@ impl Frontend for Fake {
                 bytes: 4_096,
                 stages: 3,
                 tokens: 15,
+                direct_tokens: 12,
             }),
         }
     }

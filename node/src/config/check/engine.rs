@@ -240,6 +240,7 @@ fn http(
         stall: Duration::from_millis(stall),
         context: context.transpose()?,
         kv_folder: kv_folder(raw, data_dir)?,
+        inexact: raw.engine_inexact.unwrap_or_default(),
     })
 }
 
@@ -301,6 +302,7 @@ fn refuse_http_settings(raw: &RawEngine) -> Result<(), ConfigError> {
         ("--engine-stall-ms", raw.engine_stall_ms.is_some()),
         ("--engine-kv", raw.engine_kv.is_some()),
         ("--engine-kv-dir", raw.engine_kv_dir.is_some()),
+        ("--engine-inexact", raw.engine_inexact.is_some()),
     ];
     match given.into_iter().find(|(_, given)| *given) {
         Some((flag, _)) => Err(wrong(

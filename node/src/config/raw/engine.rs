@@ -6,7 +6,7 @@ use clap::builder::BoolishValueParser;
 use clap::{ArgAction, Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
-use crate::engine::remote::ServerKind;
+use crate::engine::remote::{Inexact, ServerKind};
 use crate::engine::sim::Travels;
 
 /// Whether KV of a server's requests moves.
@@ -76,6 +76,15 @@ pub struct RawEngine {
     /// removed at once, so a folder in memory is best.
     #[arg(long, env = "SHOAL_ENGINE_KV_DIR", value_name = "DIR")]
     pub engine_kv_dir: Option<PathBuf>,
+
+    /// Whether requests of the server in --engine may go on elsewhere though they draw other tokens there: those with a seed, and with
+    /// penalties that the engine forgets. `refuse` pins them to their engine, `allow` lets them go on, counted in
+    /// shoal_engine_inexact_total and logged [default: refuse].
+    ///
+    /// Unit: name. Cost: with `refuse` such a stream ends when its engine dies, and a drain waits for it; with `allow` its output is
+    /// not what its seed promises. Must be equal on all nodes between which they are to move.
+    #[arg(long, env = "SHOAL_ENGINE_INEXACT", value_name = "HOW", value_enum)]
+    pub engine_inexact: Option<Inexact>,
 
     /// Model file in GGUF format; needed by llama, refused by the others [default: none].
     ///

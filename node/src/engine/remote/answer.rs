@@ -7,12 +7,12 @@ mod go_on;
 use bytes::{Bytes, BytesMut};
 use serde::de::IgnoredAny;
 
-pub(super) use self::go_on::GoOn;
+pub(super) use self::go_on::{Before, GoOn};
 use super::chunk::{self, Chunk, IdSource};
 use super::sse::{Event, Splitter};
 use crate::engine::answer::{AnswerHead, ChunkShape, GoingOn, Wire};
 use crate::engine::work::Prepared;
-use crate::engine::{EngineError, FinishReason};
+use crate::engine::{EngineError, FinishReason, TokenLogprob};
 
 /// Longest event of a stream in bytes: twenty alternatives a token for some hundred tokens that come at once.
 const MAX_EVENT: usize = 4 * 1024 * 1024;
@@ -26,7 +26,21 @@ const MAX_WHOLE: usize = 1024 * 1024;
 pub(super) struct Said {
     pub(super) ids: Vec<u32>,
     pub(super) text: String,
+    /// One for each id, or none.
+    pub(super) logprobs: Vec<TokenLogprob>,
     pub(super) wire: Wire,
+}
+
+impl Said {
+    /// Adds tokens with their log-probabilities, if there is one for each of them all.
+    fn add(&mut self, ids: Vec<u32>, logprobs: Vec<TokenLogprob>) {
+        let whole = self.logprobs.len() == self.ids.len() && logprobs.len() == ids.len();
+        self.ids.extend(ids);
+        match whole {
+            true => self.logprobs.extend(logprobs),
+            false => self.logprobs.clear(),
+        }
+    }
 }
 
 /// The end of an answer.
@@ -346,7 +360,7 @@ impl Ids {
         self.held.clear();
         self.said.text.push_str(&chunk.text);
         if !self.lost {
-            self.said.ids.extend(ids);
+            self.said.add(ids, chunk.logprobs);
         }
     }
 
@@ -396,6 +410,7 @@ impl Ids {
         if self.lost {
             // A piece without ids: nobody will try to go on from here.
             said.ids.clear();
+            said.logprobs.clear();
             said.text.clear();
         }
         Some(said)

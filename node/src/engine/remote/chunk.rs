@@ -3,10 +3,14 @@
 //! Ids are not part of what a client asked for. vLLM tells them when asked (`return_token_ids`); llama-server tells them with
 //! log-probabilities. What was added for that is cut out of the bytes again; everything else goes through as it came.
 
+mod logprobs;
+
 use std::borrow::Cow;
 
 use serde::Deserialize;
 use serde_json::value::RawValue;
+
+use crate::engine::TokenLogprob;
 
 /// What one event of a stream holds.
 #[derive(Debug, Default, PartialEq)]
@@ -17,6 +21,8 @@ pub(super) struct Chunk {
     pub(super) text: String,
     /// Ids of the first choice's tokens; `None` when it has none.
     pub(super) ids: Option<Vec<u32>>,
+    /// Their log-probabilities, if the client asked vLLM for them.
+    pub(super) logprobs: Vec<TokenLogprob>,
     /// Bytes of those tokens, where they are told.
     pub(super) id_bytes: usize,
     /// Ids of the prompt, in the first chunk.
@@ -137,6 +143,9 @@ pub(super) fn read(data: &str, source: IdSource, out: &mut Vec<u8>) -> Option<Ch
         }
         match source {
             IdSource::TokenIds | IdSource::Told => {
+                if let Some(raw) = choice.logprobs {
+                    chunk.logprobs = logprobs::read(raw.get());
+                }
                 if let Some(raw) = choice.token_ids {
                     chunk.ids = value(raw);
                     added.push((raw.get(), Undo::Null));

@@ -12,11 +12,12 @@ use hyper::{HeaderMap, Response};
 use serde_json::{Value, json};
 use shoal_gossip::Tokens;
 
-use super::answer::{End, Ending, GoOn, Ids, Opaque, Reader, Said, Whole};
+use super::answer::{Before, End, Ending, GoOn, Ids, Opaque, Reader, Said, Whole};
 use super::client::{Client, Unreachable};
 use super::kind::ServerKind;
 use super::kv::Along;
 use super::question::{Asked, Manner, Question};
+use super::told::{self, Tail};
 use crate::engine::EngineError;
 use crate::engine::answer::AnswerHead;
 use crate::engine::work::{Job, RequestKind};
@@ -54,6 +55,7 @@ struct Seam {
     stop: Vec<String>,
     told: String,
     spoken: Option<String>,
+    alternatives: usize,
     prompt: Tokens,
 }
 
@@ -156,12 +158,13 @@ impl Exchange {
                 let seam =
                     seam.ok_or_else(|| unreachable("it has nothing to go on from".into()))?;
                 self.prompt = Some(seam.prompt);
-                let on = GoOn::new(
-                    seam.own_form,
-                    &seam.stop,
-                    &seam.told,
-                    seam.spoken.as_deref(),
-                );
+                let on = GoOn::new(Before {
+                    own_form: seam.own_form,
+                    stop: &seam.stop,
+                    told: &seam.told,
+                    spoken: seam.spoken.as_deref(),
+                    alternatives: seam.alternatives,
+                });
                 Reader::GoOn(Box::new(on))
             }
             (Manner::GoOn, false) => {
@@ -223,19 +226,18 @@ async fn go_on(client: Client, (asked, along): (Asked, Along), mut job: Job) -> 
         let ids = prompt_ids(&client, &job).await?;
         job.prepared.prompt = ids.into();
     }
-    let told = match job.generated.as_slice() {
-        [] => String::new(),
-        ids => detokenize(&client, asked.kind, &job.prepared.model, ids).await?,
-    };
-    let spoken = (!job.spoken.is_empty()).then(|| {
-        let texts = job.spoken.iter().map(|spoken| spoken.text.as_str());
-        texts.collect()
-    });
+    let told = text_of(&client, asked.kind, &job).await?;
+    let spoken = (!job.spoken.is_empty()).then(|| told::all(&job.spoken));
+    let asked_for = usize::from(job.prepared.params.logprobs.unwrap_or_default());
     let seam = Seam {
         own_form: asked.kind == ServerKind::LlamaServer,
         stop: job.prepared.params.stop.clone(),
         told,
         spoken,
+        alternatives: match job.kind {
+            Some(RequestKind::Chat) => asked_for,
+            Some(RequestKind::Completion) | None => asked_for.saturating_add(1),
+        },
         prompt: job.prepared.prompt_tokens(),
     };
     let Question { http, body, manner } = asked.go_on(&job, None, &along)?;
@@ -291,6 +293,32 @@ fn ids_of(value: &Value) -> Option<Vec<u32>> {
     let ids = value.as_array()?.iter();
     ids.map(|id| id.as_u64().and_then(|id| u32::try_from(id).ok()))
         .collect()
+}
+
+/// The text of all output so far, as far as the client has it or is owed it.
+async fn text_of(client: &Client, kind: ServerKind, job: &Job) -> Result<String, EngineError> {
+    let (ids, model) = (job.generated.as_slice(), job.prepared.model.as_str());
+    let spoken = told::all(&job.spoken);
+    let held_back = told::held_back(&job.prepared.params.stop);
+    if ids.is_empty() || held_back == 0 {
+        return Ok(spoken);
+    }
+    let whole = detokenize(client, kind, model, ids).await?;
+    if job.spoken.is_empty() {
+        return Ok(whole);
+    }
+    if told::agree(&whole, &spoken) {
+        return Ok(told::with_owed(spoken, &whole, held_back));
+    }
+    for back in told::TAILS {
+        let tail = Tail::of(&job.spoken, ids.len(), back);
+        let last = ids.get(tail.from..).unwrap_or_default();
+        let text = detokenize(client, kind, model, last).await?;
+        if let Some(text) = tail.completed(&text) {
+            return Ok(told::with_owed(spoken, &text, held_back));
+        }
+    }
+    Ok(spoken)
 }
 
 async fn detokenize(

@@ -3,20 +3,21 @@
 //! Pure. The engine is read only when everything read before is on its way, so a reader that stops reading stops the engine
 //! by the socket between, and a paused request stands still.
 
+mod moving;
+
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use bytes::BytesMut;
-use shoal_gossip::{BlockSize, Epoch, Timestamp, Tokens};
-use shoal_migrate::KvRange;
+use shoal_gossip::{BlockSize, Timestamp, Tokens};
 use tokio::sync::mpsc;
 
 use super::answer::{End, Said};
 use super::kv::Laid;
 use crate::engine::answer::{GoingOn, Spoken};
-use crate::engine::moving::{JobPhase, JobStatus, LastState, MoveError, Opening, PausedJob};
+use crate::engine::moving::{JobPhase, JobStatus};
 use crate::engine::work::Job;
-use crate::engine::{EngineError, EngineEvent, Finish, TokenBatch};
+use crate::engine::{EngineError, EngineEvent, Finish, TokenBatch, TokenLogprob};
 use crate::openai::Sketch;
 
 /// Events that wait for a slow receiver before the engine is no longer read, as in the embedded engines.
@@ -80,6 +81,10 @@ pub(super) struct RemoteJob {
     pub(super) laid: Option<Laid>,
     /// The ids of the KV that has arrived.
     arrived: Vec<u32>,
+    /// Its KV goes straight to the target's engine.
+    pub(super) direct: bool,
+    /// The name under which the engine keeps blocks for that.
+    pub(super) pinned: Option<String>,
 }
 
 impl RemoteJob {
@@ -124,17 +129,25 @@ impl RemoteJob {
             held: None,
             laid: None,
             arrived: Vec::new(),
+            direct: false,
+            pinned: None,
             job,
         };
-        new.goes_on_from(new.job.generated.clone(), new.job.spoken.clone());
+        new.goes_on_from(new.job.generated.clone(), new.job.spoken.clone(), &[]);
         new.sent = new.kept.len() + new.dropped;
         new
     }
 
-    /// Sets all output so far, as a hand-over or a replay brings it.
-    pub(super) fn goes_on_from(&mut self, ids: Vec<u32>, spoken: Vec<Spoken>) {
+    /// Sets all output so far, as a hand-over or a replay brings it, with the log-probabilities of the last tokens.
+    pub(super) fn goes_on_from(
+        &mut self,
+        ids: Vec<u32>,
+        spoken: Vec<Spoken>,
+        logprobs: &[TokenLogprob],
+    ) {
         self.kept.clear();
         (self.dropped, self.sent) = (0, 0);
+        let untold = ids.len().saturating_sub(logprobs.len());
         let mut from = 0;
         for piece in &spoken {
             let end = (piece.end as usize).min(ids.len());
@@ -143,6 +156,11 @@ impl RemoteJob {
                     index: u32::try_from(from).unwrap_or(u32::MAX),
                     ids: part.to_vec(),
                     text: piece.text.clone(),
+                    logprobs: match from.checked_sub(untold) {
+                        Some(start) => logprobs.get(start..end - untold).unwrap_or_default(),
+                        None => &[],
+                    }
+                    .to_vec(),
                     ..TokenBatch::default()
                 });
                 from = end;
@@ -206,6 +224,7 @@ impl RemoteJob {
         for piece in rest {
             one.ids.extend(piece.ids);
             one.text.push_str(&piece.text);
+            one.logprobs.extend(piece.logprobs);
             bytes.extend_from_slice(&piece.wire.bytes);
         }
         one.wire.bytes = bytes.freeze();
@@ -219,7 +238,12 @@ impl RemoteJob {
 
     /// Takes a piece of the answer.
     pub(super) fn said(&mut self, said: Said) {
-        let Said { ids, text, wire } = said;
+        let Said {
+            ids,
+            text,
+            logprobs,
+            wire,
+        } = said;
         self.begun = true;
         if let Some(head) = &wire.head {
             self.going_on.clone_from(&head.going_on);
@@ -244,7 +268,7 @@ impl RemoteJob {
             index,
             ids,
             text,
-            logprobs: Vec::new(),
+            logprobs,
             wire,
         });
         if self.kept.len() > KEPT && self.dropped < self.sent {
@@ -312,173 +336,6 @@ impl RemoteJob {
             blocks: block_size.blocks_for(known),
             came: self.came,
         })
-    }
-
-    /// As a target needs it.
-    pub(super) fn describe(&self) -> Result<Opening, MoveError> {
-        if !self.can_move() {
-            return Err(MoveError::Gone);
-        }
-        let prepared = self.going_on.as_ref().map(|on| &on.prepared);
-        Ok(Opening {
-            kind: self.job.kind,
-            http: self.job.http.clone(),
-            body: self.job.body.clone(),
-            prepared: prepared.unwrap_or(&self.job.prepared).clone(),
-            output: self.ids.clone(),
-        })
-    }
-
-    /// Stops it: what is not on its way yet stays here. A copy that began when nothing was drawn cannot go on once something is.
-    pub(super) fn pause(&mut self, now: Timestamp) -> Result<PausedJob, MoveError> {
-        if !self.can_move() || self.arriving {
-            return Err(MoveError::Gone);
-        }
-        self.paused = true;
-        let unsent = self.kept.get(self.sent - self.dropped);
-        let output = unsent.map_or_else(|| self.output().0, |piece| piece.index);
-        let ids = self.ids.get(..output as usize).unwrap_or_default();
-        let spoken = self.spoken.iter().filter(|piece| piece.end <= output);
-        Ok(PausedJob {
-            state: LastState {
-                output: ids.to_vec(),
-                spoken: spoken.cloned().collect(),
-                ..LastState::default()
-            },
-            kv: None,
-            at: now,
-        })
-    }
-
-    pub(super) fn unpause(&mut self) {
-        self.paused = false;
-    }
-
-    /// What its KV goes by at the engine.
-    pub(super) fn name(&self) -> Option<String> {
-        self.name.clone()
-    }
-
-    /// Its prompt, as far as it is known.
-    pub(super) fn prompt_ids(&self) -> Vec<u32> {
-        let on = self.going_on.as_ref().map(|on| &on.prepared);
-        on.unwrap_or(&self.job.prepared).prompt.to_vec()
-    }
-
-    /// Prompt and output.
-    pub(super) fn all_ids(&self) -> Vec<u32> {
-        let mut ids = self.prompt_ids();
-        ids.extend(&self.ids);
-        ids
-    }
-
-    /// Takes note of its prompt, which the engine had not told.
-    pub(super) fn learn_prompt(&mut self, ids: Vec<u32>) {
-        self.prompt = Tokens(u32::try_from(ids.len()).unwrap_or(u32::MAX));
-        let prepared = match &mut self.going_on {
-            Some(on) => &mut on.prepared,
-            None => &mut self.job.prepared,
-        };
-        prepared.prompt = ids.into();
-    }
-
-    /// Whether it draws at this engine and can move, so that it has KV to take along.
-    pub(super) fn has_kv(&self) -> bool {
-        self.phase() == JobPhase::Decode && !self.ids.is_empty() && self.name.is_some()
-    }
-
-    /// Its answer is given up, and its task lets the engine know; the engine keeps its KV under that name.
-    pub(super) fn stop(&mut self, held: Option<String>) {
-        self.stopped = true;
-        self.held = held;
-    }
-
-    /// Whether its answer has been given up.
-    pub(super) fn is_stopped(&self) -> bool {
-        self.stopped
-    }
-
-    /// What is to be asked for, under a new name at the engine: all that is known of it.
-    pub(super) fn ask_anew(&mut self, name: String) -> Job {
-        if self.stopped {
-            if let Some(on) = &self.going_on {
-                self.job.prepared = on.prepared.clone();
-            }
-            self.job.generated.clone_from(&self.ids);
-            self.job.spoken.clone_from(&self.spoken);
-            self.by_ids |= !self.ids.is_empty();
-            (self.stopped, self.begun) = (false, false);
-        }
-        self.name = Some(name);
-        self.job.clone()
-    }
-
-    /// What the engine keeps for it and has no use for any more.
-    pub(super) fn let_go(&mut self) -> (Option<String>, Option<Laid>) {
-        (self.held.take(), self.laid.take())
-    }
-
-    /// Takes note of a stage of KV; gives all ids up to its end.
-    ///
-    /// # Errors
-    /// When it does not follow what came before, or belongs to another request.
-    pub(super) fn arrived(&mut self, range: KvRange, ids: &[u32]) -> Result<Vec<u32>, String> {
-        if self.arrived.len() != range.start().0 as usize || ids.len() != range.tokens().0 as usize
-        {
-            return Err("a stage that does not follow the one before".to_owned());
-        }
-        let mut all = self.arrived.clone();
-        all.extend(ids);
-        let same = |(one, two): (&u32, &u32)| one == two;
-        if !all.iter().zip(&self.all_ids()).all(same) {
-            return Err("KV of other ids than the request has".to_owned());
-        }
-        self.arrived.clone_from(&all);
-        Ok(all)
-    }
-
-    /// All of an arriving job is here.
-    pub(super) fn completed(&mut self, state: LastState) {
-        let LastState { output, spoken, .. } = state;
-        self.goes_on_from(output, spoken);
-        self.complete = true;
-    }
-
-    /// Runs in a new ownership, and tells its output again from `from` on.
-    ///
-    /// # Errors
-    /// When it does not stand still, or that output is no longer here.
-    pub(super) fn resume(
-        &mut self,
-        next: Epoch,
-        from: u32,
-    ) -> Result<mpsc::Receiver<EngineEvent>, EngineError> {
-        let bad = |message: &str| EngineError::BadRequest {
-            message: message.to_owned(),
-            param: None,
-        };
-        if self.over || next < self.job.epoch || !(self.paused || (self.arriving && self.complete))
-        {
-            return Err(bad("it is not here, or runs already"));
-        }
-        if from > self.output().0 {
-            return Err(bad("there is less output than that"));
-        }
-        let first = self
-            .kept
-            .iter()
-            .position(|piece| piece.index as usize + piece.ids.len() > from as usize);
-        let first = first.unwrap_or(self.kept.len());
-        // A piece is whole or nothing: its text and bytes belong to all of its tokens.
-        let begins = self.kept.get(first).is_none_or(|piece| piece.index == from);
-        if !begins || (first == 0 && self.dropped > 0) {
-            return Err(bad("that output is no longer kept"));
-        }
-        self.gather(first);
-        self.sent = self.dropped + first;
-        self.job.epoch = next;
-        (self.paused, self.arriving) = (false, false);
-        Ok(self.open())
     }
 }
 

@@ -15,9 +15,10 @@ mod socket;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use serde_json::{Map, Value, json};
-use shoal_gossip::Tokens;
+use shoal_gossip::{Timestamp, Tokens};
 use tokio::task::spawn_blocking;
 use tracing::{info, warn};
 
@@ -29,10 +30,10 @@ use super::kind::ServerKind;
 use super::lock;
 
 /// How KV goes in and out.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 enum Way {
-    Connector(Connector),
-    Slots(Slots),
+    Connector(Arc<Connector>),
+    Slots(Arc<Slots>),
 }
 
 /// What travels of an engine's KV.
@@ -64,7 +65,9 @@ impl Way {
     /// Whether it is the same engine, started once.
     fn same(&self, other: &Self) -> bool {
         match (self, other) {
-            (Self::Connector(one), Self::Connector(two)) => one.generation == two.generation,
+            (Self::Connector(one), Self::Connector(two)) => {
+                (&one.generation, &one.address) == (&two.generation, &two.address)
+            }
             (Self::Slots(_), Self::Slots(_)) => true,
             (Self::Connector(_), Self::Slots(_)) | (Self::Slots(_), Self::Connector(_)) => false,
         }
@@ -76,10 +79,14 @@ impl Way {
 pub(super) struct KvSide {
     /// What node and engine share; `None` when KV stays where it is.
     folder: Option<PathBuf>,
-    way: Mutex<Option<Arc<Way>>>,
+    way: Mutex<Option<Way>>,
+    /// When it last turned out that another engine's KV cannot be read from here.
+    unreachable: Mutex<Option<Timestamp>>,
     /// Tells names of this process from those of an earlier one.
     salt: String,
     names: AtomicU64,
+    /// Bytes read out of other engines.
+    fetched: AtomicU64,
     /// Looks in a row at which there was none, and why at the last.
     trouble: Mutex<(u32, String)>,
 }
@@ -87,6 +94,10 @@ pub(super) struct KvSide {
 /// Looks in a row at which the engine's KV is out of reach before requests move by recompute: an engine that has more to do
 /// than it can answers one or two of them late.
 const MISSED: u32 = 3;
+
+/// How long KV goes through the nodes after another engine's could not be read: engines that cannot reach each other are
+/// not asked to for each move, and a peer that was only starting is tried again.
+const UNREACHABLE: Duration = Duration::from_secs(60);
 
 /// What is put into a request for the sake of its KV.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -156,14 +167,16 @@ impl KvSide {
         Self {
             folder,
             way: Mutex::new(None),
+            unreachable: Mutex::new(None),
             salt: format!("{:x}-{started:x}", std::process::id()),
             names: AtomicU64::new(0),
+            fetched: AtomicU64::new(0),
             trouble: Mutex::default(),
         }
     }
 
     /// How it goes in and out; `None` as long as it does not.
-    fn way(&self) -> Option<Arc<Way>> {
+    fn way(&self) -> Option<Way> {
         lock(&self.way).clone()
     }
 
@@ -174,10 +187,37 @@ impl KvSide {
 
     /// Whether a grammar can be told what was drawn elsewhere.
     pub(super) fn tells_grammars(&self) -> bool {
-        match self.way().as_deref() {
+        match self.way() {
             Some(Way::Connector(connector)) => connector.grammar,
             Some(Way::Slots(_)) | None => false,
         }
+    }
+
+    /// Whether other engines can be given this one's KV, and this one theirs, without a node between.
+    pub(super) fn is_direct(&self, now: Timestamp) -> bool {
+        let since = |at: Timestamp| now.since(at);
+        let tried = lock(&self.unreachable).map(since);
+        matches!(self.way(), Some(Way::Connector(connector)) if connector.address.is_some())
+            && tried.is_none_or(|ago| ago >= UNREACHABLE)
+    }
+
+    /// Takes note of KV that was read out of another engine.
+    fn fetched(&self, bytes: u64) {
+        self.fetched.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes of KV read out of other engines so far.
+    pub(super) fn direct_bytes(&self) -> u64 {
+        self.fetched.load(Ordering::Relaxed)
+    }
+
+    /// Takes note that another engine's KV could not be read.
+    fn could_not_reach(&self, now: Timestamp, why: &CallError) {
+        warn!(
+            pause_s = UNREACHABLE.as_secs(),
+            "KV of another engine cannot be read from here, it goes through the nodes for a while: {why}"
+        );
+        *lock(&self.unreachable) = Some(now);
     }
 
     /// A name that no other request has or had.
@@ -188,7 +228,7 @@ impl KvSide {
 
     /// What a request of this name takes along.
     pub(super) fn along(&self, name: &str, prompt: Option<usize>, laid: Option<&Laid>) -> Along {
-        match (self.way().as_deref(), laid) {
+        match (self.way(), laid) {
             (Some(Way::Connector(_)), laid) => Along::for_connector(name, prompt, laid),
             (Some(Way::Slots(_)), Some(Laid::Slot(slot))) => Along::for_slot(*slot),
             (Some(Way::Slots(_)) | None, _) => Along::default(),
@@ -202,9 +242,13 @@ impl KvSide {
         };
         let found = match kind {
             ServerKind::Vllm => {
-                blocking(move || Connector::find(&folder).map(Way::Connector)).await
+                let found = blocking(move || Connector::find(&folder)).await;
+                found.map(|connector| Way::Connector(Arc::new(connector)))
             }
-            ServerKind::LlamaServer => Slots::find(&folder, client).await.map(Way::Slots),
+            ServerKind::LlamaServer => {
+                let found = Slots::find(&folder, client).await;
+                found.map(|slots| Way::Slots(Arc::new(slots)))
+            }
             ServerKind::Sglang | ServerKind::OpenAi => Err(CallError::Failed(format!(
                 "{} has no way to give it away",
                 kind.as_str()
@@ -223,8 +267,9 @@ impl KvSide {
             let Shape {
                 bytes_per_token, ..
             } = way.shape();
-            info!(bytes_per_token, "the engine's KV can be moved");
-            *known = Some(Arc::new(way));
+            let direct = matches!(&way, Way::Connector(connector) if connector.address.is_some());
+            info!(bytes_per_token, direct, "the engine's KV can be moved");
+            *known = Some(way);
         }
     }
 

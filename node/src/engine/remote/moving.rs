@@ -13,7 +13,8 @@ use super::job::{RemoteJob, SharedJob};
 use super::question::Asked;
 use super::{RemoteEngine, lock, run};
 use crate::engine::moving::{
-    Exported, ExportedKv, JobStatus, LastState, MoveError, MovingEngine, Opening, PausedJob,
+    Exported, ExportedKv, JobStatus, LastState, MoveError, MovingCounts, MovingEngine, Opening,
+    PausedJob,
 };
 use crate::engine::work::Job;
 use crate::engine::{EngineError, EngineEvent};
@@ -123,6 +124,23 @@ impl MovingEngine for RemoteEngine {
         entry.is_some_and(|entry| entry.lock().has_kv())
     }
 
+    fn is_direct(&self) -> bool {
+        self.shared.kv.is_direct(self.shared.clock.now())
+    }
+
+    fn go_direct(&self, request: RequestId, epoch: Epoch, direct: bool) {
+        if let Some(entry) = self.shared.find(request, epoch) {
+            entry.lock().direct = direct;
+        }
+    }
+
+    fn counts(&self) -> MovingCounts {
+        MovingCounts {
+            direct_bytes: self.shared.kv.direct_bytes(),
+            ..*lock(&self.shared.inexact)
+        }
+    }
+
     fn describe(&self, request: RequestId, epoch: Epoch) -> Result<Opening, MoveError> {
         self.here(request, epoch)?.lock().describe()
     }
@@ -168,7 +186,7 @@ impl MovingEngine for RemoteEngine {
         let (asked, _) = self.shared.asked(&job.prepared.model)?;
         let by_ids = mode != CopyMode::Waiting;
         let no_way = mode == CopyMode::Kv && self.shared.kv.shape().is_none();
-        let resumes = self.shared.facts().capabilities.resumes && asked.can_take(&job.body);
+        let resumes = self.shared.facts().capabilities.resumes && asked.can_take(&job);
         if no_way || (by_ids && !resumes) {
             return Err(EngineError::BadRequest {
                 message: "this engine cannot take a request in that way".into(),
@@ -207,7 +225,7 @@ impl MovingEngine for RemoteEngine {
             let mut job = entry.lock();
             let more = output.len() > job.output().0 as usize;
             if more {
-                job.goes_on_from(output, Vec::new());
+                job.goes_on_from(output, Vec::new(), &[]);
             }
             more
         };

@@ -1,15 +1,16 @@
 //! What the engine is asked for a job: the client's own request, or to go on from ids.
 
+mod body;
+
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use bytes::{BufMut, Bytes, BytesMut};
-use serde::Deserialize;
-use serde::de::IgnoredAny;
-use serde_json::value::RawValue;
+use bytes::Bytes;
 use serde_json::{Map, Value, json};
 use shoal_gossip::Tokens;
 
+use self::body::{grammar_of, negated_priority, only_known_fields, with_members, without_grammar};
+use super::Inexact;
 use super::chunk::IdSource;
 use super::kind::ServerKind;
 use super::kv::Along;
@@ -52,7 +53,18 @@ pub(super) struct Asked {
     pub(super) high_first: bool,
     /// A grammar can be told what was drawn elsewhere: vLLM's connector does.
     pub(super) grammar: bool,
+    /// What is done with requests that would draw other tokens elsewhere.
+    pub(super) inexact: Inexact,
     pub(super) context: Tokens,
+}
+
+/// What a request loses by going on elsewhere: from there on it draws other tokens than it would have here.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Lost {
+    /// The generator of its seed begins anew.
+    pub(super) seed: bool,
+    /// A penalty forgets what it has counted, or is made up for only nearly.
+    pub(super) penalty: bool,
 }
 
 impl Asked {
@@ -108,17 +120,10 @@ impl Asked {
         };
         let parsed = openai::parse(kind, &free).ok()?;
         let asks_for_ids = only_known_fields(&free, self.kind)?;
-        let params = &parsed.params;
-        let drawn = parsed.seed.is_some() && params.temperature > 0.0;
-        // vLLM counts these over what it generated itself, llama-server over the prompt as well. What is subtracted for each
-        // occurrence can be told as a bias, unless that would be scaled before.
-        let counts = match (params.presence_penalty, params.frequency_penalty) {
-            _ if self.kind == ServerKind::LlamaServer => true,
-            (0.0, 0.0) => true,
-            (0.0, _) => params.repetition_penalty == 1.0,
-            _ => false,
-        };
-        if !parsed.stream || !counts || drawn || params.logprobs.is_some() {
+        // llama-server's own path tells log-probabilities in another form.
+        let unwritable = parsed.params.logprobs.is_some() && self.kind != ServerKind::Vllm;
+        let lost = self.lost(&parsed.params, parsed.seed.is_some());
+        if !parsed.stream || unwritable || !self.may_lose(lost) {
             return None;
         }
         let max_tokens = self.output_bound(kind, &parsed);
@@ -134,6 +139,26 @@ impl Asked {
             prompt: [].into(),
         };
         Some((prepared, asks_for_ids))
+    }
+
+    /// What a request with these parameters would lose by going on elsewhere.
+    pub(super) fn lost(self, params: &SamplingParams, seeded: bool) -> Lost {
+        // vLLM counts these over what it generated itself, llama-server over the prompt as well. What is subtracted for each
+        // occurrence can be told as a bias, unless that would be scaled before.
+        let penalty = match (params.presence_penalty, params.frequency_penalty) {
+            _ if self.kind == ServerKind::LlamaServer => false,
+            (0.0, 0.0) => false,
+            (0.0, _) => params.repetition_penalty != 1.0,
+            _ => true,
+        };
+        Lost {
+            seed: seeded && params.temperature > 0.0,
+            penalty,
+        }
+    }
+
+    fn may_lose(self, lost: Lost) -> bool {
+        self.inexact == Inexact::Allow || lost == Lost::default()
     }
 
     /// Output at most, before the prompt is known.
@@ -171,8 +196,8 @@ impl Asked {
             .copied()
             .collect();
         let mut body = sampling(job, self.kind);
-        if !self.can_take(&job.body) {
-            return Err(bad("this engine's grammars begin anew"));
+        if !self.can_take(job) {
+            return Err(bad("it would not draw here what it would have drawn"));
         }
         let path = match self.kind {
             ServerKind::Vllm => {
@@ -181,6 +206,9 @@ impl Asked {
                 body.insert("return_token_ids".into(), json!(true));
                 body.extend(grammar_of(&job.body));
                 body.extend(bias_for(&prepared.params, &job.generated));
+                if let Some(top) = prepared.params.logprobs {
+                    body.insert("logprobs".into(), json!(top));
+                }
                 "/v1/completions"
             }
             ServerKind::LlamaServer => {
@@ -207,9 +235,12 @@ impl Asked {
         })
     }
 
-    /// Whether a request with this body can go on here as far as its grammar is concerned.
-    pub(super) fn can_take(self, body: &[u8]) -> bool {
-        self.grammar || grammar_of(body).is_empty()
+    /// Whether a request can go on here as far as its grammar, and if it has begun its sampling, are concerned.
+    pub(super) fn can_take(self, job: &Job) -> bool {
+        let Prepared { params, seeded, .. } = &job.prepared;
+        let grammar = self.grammar || grammar_of(&job.body).is_empty();
+        let begun = !job.generated.is_empty();
+        grammar && (!begun || self.may_lose(self.lost(params, *seeded)))
     }
 
     /// SGLang runs higher numbers first as a rule; everybody else, and the mesh, lower ones.
@@ -269,150 +300,24 @@ fn sampling(job: &Job, kind: ServerKind) -> Map<String, Value> {
     fields
 }
 
-/// The fields that bind an output to a grammar.
-const GRAMMAR: [&str; 2] = ["response_format", "structured_outputs"];
-
-/// What a body says of a grammar; plain text is none.
-fn grammar_of(body: &[u8]) -> Map<String, Value> {
-    let Ok(mut fields) = serde_json::from_slice::<Map<String, Value>>(body) else {
-        return Map::new();
-    };
-    fields.retain(|name, value| {
-        GRAMMAR.contains(&name.as_str()) && !value.is_null() && value["type"] != "text"
-    });
-    fields
-}
-
-/// A body without its grammar, if it has one; `None` when it is no object.
-fn without_grammar(body: &[u8]) -> Option<Cow<'_, [u8]>> {
-    if grammar_of(body).is_empty() {
-        return Some(Cow::Borrowed(body));
-    }
-    let mut fields: BTreeMap<Cow<'_, str>, &RawValue> = serde_json::from_slice(body).ok()?;
-    fields.retain(|name, _| !GRAMMAR.contains(&&**name));
-    serde_json::to_vec(&fields).ok().map(Cow::Owned)
-}
-
-/// What vLLM, which counts its own output alone, must be told of a frequency penalty: so much is subtracted already.
+/// What vLLM, which counts its own output alone, must be told of penalties: so much is subtracted already. It subtracts once more
+/// for the presence of what it draws again; that is why such a request goes on only with leave.
 fn bias_for(params: &SamplingParams, generated: &[u32]) -> Map<String, Value> {
+    let (frequency, presence) = (params.frequency_penalty, params.presence_penalty);
     let mut members = Map::new();
-    if params.frequency_penalty != 0.0 && !generated.is_empty() {
+    if (frequency != 0.0 || presence != 0.0) && !generated.is_empty() {
         let mut counts: BTreeMap<u32, u32> = BTreeMap::new();
         for id in generated {
             *counts.entry(*id).or_default() += 1;
         }
         let bias = |(id, count): (u32, u32)| {
-            let bias = -f64::from(params.frequency_penalty) * f64::from(count);
+            let bias = -f64::from(frequency) * f64::from(count) - f64::from(presence);
             (id.to_string(), json!(bias.clamp(-MOST_BIAS, MOST_BIAS)))
         };
         let bias: Map<String, Value> = counts.into_iter().map(bias).collect();
         members.insert("logit_bias".into(), Value::Object(bias));
     }
     members
-}
-
-/// For a body that has only fields whose meaning for the rest of an answer is known: whether it asks vLLM for ids.
-fn only_known_fields(body: &[u8], kind: ServerKind) -> Option<bool> {
-    const KNOWN: [&str; 20] = [
-        "model",
-        "messages",
-        "prompt",
-        "max_tokens",
-        "max_completion_tokens",
-        "n",
-        "best_of",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "stop",
-        "seed",
-        "stream",
-        "stream_options",
-        "ignore_eos",
-        "priority",
-    ];
-    /// Of these only the prompt, or nothing, depends.
-    const HARMLESS: [&str; 8] = [
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "chat_template_kwargs",
-        "add_generation_prompt",
-        "safety_identifier",
-        "cache_prompt",
-    ];
-    /// They are off, or [`openai::parse`] had refused them.
-    const OFF: [&str; 5] = [
-        "logprobs",
-        "top_logprobs",
-        "tools",
-        "response_format",
-        "echo",
-    ];
-    #[derive(Deserialize)]
-    struct Options {
-        #[serde(default)]
-        include_usage: Option<bool>,
-        #[serde(flatten)]
-        others: BTreeMap<String, IgnoredAny>,
-    }
-    let fields: BTreeMap<Cow<'_, str>, &RawValue> = serde_json::from_slice(body).ok()?;
-    let plain_usage = fields.get("stream_options").is_none_or(|raw| {
-        match serde_json::from_str::<Option<Options>>(raw.get()) {
-            Ok(Some(options)) => options.include_usage.is_some() == options.others.is_empty(),
-            Ok(None) => true,
-            Err(_) => false,
-        }
-    });
-    let asks_for_ids = kind == ServerKind::Vllm
-        && fields
-            .get("return_token_ids")
-            .is_some_and(|raw| raw.get() == "true");
-    let known = |name: &str| {
-        KNOWN.contains(&name)
-            || HARMLESS.contains(&name)
-            || (name == "return_token_ids" && asks_for_ids)
-            || (OFF.contains(&name) && kind != ServerKind::LlamaServer)
-    };
-    (plain_usage && fields.keys().all(|name| known(name))).then_some(asks_for_ids)
-}
-
-/// A JSON object with more members at its end, each of which has a comma before it.
-fn with_members(body: &[u8], members: &str) -> Option<Bytes> {
-    let inner = body.trim_ascii_end().strip_suffix(b"}")?;
-    if members.is_empty() {
-        return Some(Bytes::copy_from_slice(body));
-    }
-    let mut out = BytesMut::with_capacity(inner.len() + members.len() + 1);
-    out.put_slice(inner.trim_ascii_end());
-    let members = match out.ends_with(b"{") {
-        true => members.trim_start_matches(','),
-        false => members,
-    };
-    out.put_slice(members.as_bytes());
-    out.put_u8(b'}');
-    Some(out.freeze())
-}
-
-/// The body with its priority turned round, byte by byte the same elsewhere; `None` when it has none.
-fn negated_priority(body: &Bytes) -> Option<Bytes> {
-    #[derive(Deserialize)]
-    struct Ranked<'a> {
-        #[serde(borrow)]
-        priority: &'a RawValue,
-    }
-    let text = std::str::from_utf8(body).ok()?;
-    let ranked: Ranked<'_> = serde_json::from_str(text).ok()?;
-    let raw = ranked.priority.get();
-    let number: i64 = serde_json::from_str(raw).ok()?;
-    let start = (raw.as_ptr() as usize).checked_sub(text.as_ptr() as usize)?;
-    let (before, after) = (text.get(..start)?, text.get(start + raw.len()..)?);
-    Some(format!("{before}{}{after}", number.saturating_neg()).into())
 }
 
 #[cfg(test)]

@@ -5,15 +5,16 @@ use std::time::Duration;
 
 use shoal_gossip::Timestamp;
 use tokio::time::sleep;
-use tracing::debug;
+use tracing::{debug, info};
 
 use super::answer::End;
 use super::exchange::{Exchange, Told};
 use super::gauge::State;
 use super::job::{SharedJob, Step};
-use super::question::Asked;
+use super::question::{Asked, Lost};
 use super::{Shared, lock};
 use crate::engine::answer::Wire;
+use crate::engine::work::Job;
 use crate::engine::{EngineError, FinishReason};
 
 /// How often a task looks whether its engine is still there while nothing comes.
@@ -135,6 +136,7 @@ impl Run {
                 wire: Wire::default(),
             }));
         }
+        self.note_inexact(&job);
         let prompt = (!job.generated.is_empty()).then_some(job.prepared.prompt.len());
         let along = self.shared.kv.along(&name, prompt, laid.as_ref());
         self.heard = self.shared.clock.now();
@@ -144,6 +146,19 @@ impl Run {
             job,
             self.fingerprint,
         ));
+    }
+
+    /// Counts and logs a request that goes on though it draws other tokens from here on, as the operator allowed.
+    fn note_inexact(&self, job: &Job) {
+        let lost = self.asked.lost(&job.prepared.params, job.prepared.seeded);
+        if job.generated.is_empty() || lost == Lost::default() {
+            return;
+        }
+        let request = job.request;
+        info!(%request, seed = lost.seed, penalty = lost.penalty, "goes on inexactly, as --engine-inexact allows");
+        let mut counts = lock(&self.shared.inexact);
+        counts.seeds_anew += u64::from(lost.seed);
+        counts.penalties_anew += u64::from(lost.penalty);
     }
 
     fn take(&mut self, told: Result<Told, EngineError>) {

@@ -14,10 +14,14 @@ use crate::mesh::messages::{Answer, Ask};
 use crate::moves::Moves;
 
 pub(super) async fn ask_target(moves: &Moves, proposal: Proposal) -> Done {
-    let target = proposal.migration.target;
+    let (target, offered) = (proposal.migration.target, proposal.direct);
     let answered = moves.ask(target, Ask::Propose(proposal)).await;
     Done::Input(match answered {
-        Some(Answer::Proposal(ProposalAnswer::Accepted { .. })) => SourceInput::Accepted,
+        Some(Answer::Proposal(ProposalAnswer::Accepted { direct, .. })) => {
+            return Done::Accepted {
+                direct: direct && offered,
+            };
+        }
         Some(Answer::Proposal(ProposalAnswer::Refused(refusal))) => SourceInput::Refused(refusal),
         Some(_) | None => SourceInput::Unanswered,
     })

@@ -23,13 +23,22 @@ pub(super) struct ChatLogprobs<'a> {
 impl<'a> ChatLogprobs<'a> {
     pub(super) fn new(tokens: &'a [TokenLogprob]) -> Self {
         Self {
-            content: tokens.iter().map(ChatToken).collect(),
+            content: tokens.iter().map(|token| ChatToken(token, false)).collect(),
             refusal: None,
         }
     }
+
+    /// With the bytes of the replacement for what is no whole character, if `lossily`.
+    pub(super) fn lossily(mut self, lossily: bool) -> Self {
+        for token in &mut self.content {
+            token.1 = lossily;
+        }
+        self
+    }
 }
 
-struct ChatToken<'a>(&'a TokenLogprob);
+/// A token, and whether bytes that were lost are told all the same.
+struct ChatToken<'a>(&'a TokenLogprob, bool);
 
 impl Serialize for ChatToken<'_> {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
@@ -41,13 +50,13 @@ impl Serialize for ChatToken<'_> {
         let mut map = to.serialize_map(Some(4))?;
         map.serialize_entry("token", token)?;
         map.serialize_entry("logprob", &finite(*logprob))?;
-        map.serialize_entry("bytes", &bytes(token))?;
-        map.serialize_entry("top_logprobs", &ChatTop(top))?;
+        map.serialize_entry("bytes", &bytes(token, self.1))?;
+        map.serialize_entry("top_logprobs", &ChatTop(top, self.1))?;
         map.end()
     }
 }
 
-struct ChatTop<'a>(&'a [(String, f32)]);
+struct ChatTop<'a>(&'a [(String, f32)], bool);
 
 impl Serialize for ChatTop<'_> {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
@@ -63,7 +72,7 @@ impl Serialize for ChatTop<'_> {
             list.serialize_element(&Alternative {
                 token,
                 logprob: finite(*logprob),
-                bytes: bytes(token),
+                bytes: bytes(token, self.1),
             })?;
         }
         list.end()
@@ -71,8 +80,8 @@ impl Serialize for ChatTop<'_> {
 }
 
 /// A token's bytes, unless they were lost when it was made text: a part of a character.
-fn bytes(token: &str) -> Option<&[u8]> {
-    (!token.contains(char::REPLACEMENT_CHARACTER)).then_some(token.as_bytes())
+fn bytes(token: &str, lossily: bool) -> Option<&[u8]> {
+    (lossily || !token.contains(char::REPLACEMENT_CHARACTER)).then_some(token.as_bytes())
 }
 
 /// The completion API's shape: parallel arrays.

@@ -7,7 +7,7 @@ use crate::engine::answer::Wire;
 use crate::engine::remote::chunk::{self, IdSource, OwnChunk};
 use crate::engine::remote::sse::Splitter;
 use crate::engine::text::TextState;
-use crate::engine::{EngineError, FinishReason};
+use crate::engine::{EngineError, FinishReason, TokenLogprob};
 
 /// How far an answer is that goes on from ids, and what of its text the client has.
 #[derive(Debug)]
@@ -17,19 +17,36 @@ pub(in super::super) struct GoOn {
     text: TextState,
     /// Bytes of text that the client has already and that will be told once more.
     skip: usize,
+    /// Alternatives of a token at most: a chat answer has those that were asked for, a completion the chosen one as well.
+    alternatives: usize,
     said: Said,
     pub(super) finish: Option<End>,
 }
 
+/// What an answer that goes on was asked for, and what is known of it already.
+#[derive(Clone, Copy, Debug, Default)]
+pub(in super::super) struct Before<'a> {
+    /// llama-server's own form, not OpenAI's.
+    pub(in super::super) own_form: bool,
+    pub(in super::super) stop: &'a [String],
+    /// The text of all ids so far.
+    pub(in super::super) told: &'a str,
+    /// How much of it the client has; `None` when it has what would be told.
+    pub(in super::super) spoken: Option<&'a str>,
+    /// Alternatives of a token at most.
+    pub(in super::super) alternatives: usize,
+}
+
 impl GoOn {
-    /// Goes on after `told`, the text of all ids so far, of which the client has `spoken`; `None` when it has what
-    /// would be told. `own_form` is that of llama-server's own path.
-    pub(in super::super) fn new(
-        own_form: bool,
-        stop: &[String],
-        told: &str,
-        spoken: Option<&str>,
-    ) -> Self {
+    /// Goes on after what is known.
+    pub(in super::super) fn new(before: Before<'_>) -> Self {
+        let Before {
+            own_form,
+            stop,
+            told,
+            spoken,
+            alternatives,
+        } = before;
         let mut text = TextState::new(stop);
         // The rest of a character that is not whole comes with its last token.
         let told = told.trim_end_matches(char::REPLACEMENT_CHARACTER);
@@ -41,6 +58,7 @@ impl GoOn {
             splitter: Splitter::new(MAX_EVENT),
             text,
             skip: has.saturating_sub(pushed.text.len()),
+            alternatives,
             said: Said {
                 text: owed,
                 ..Said::default()
@@ -65,18 +83,20 @@ impl GoOn {
                 continue;
             };
             let data = std::str::from_utf8(data).unwrap_or_default();
-            let (ids, text, finish) = if self.own_form {
+            let (ids, logprobs, text, finish) = if self.own_form {
                 let chunk: OwnChunk = serde_json::from_str(data)
                     .map_err(|_| broken(format!("it says: {}", shortened(data))))?;
                 let why = chunk.stop_type.unwrap_or_default();
-                (chunk.tokens, chunk.content, chunk.stop.then_some(why))
+                let finish = chunk.stop.then_some(why);
+                (chunk.tokens, Vec::new(), chunk.content, finish)
             } else {
                 let chunk = chunk::read(data, IdSource::TokenIds, &mut Vec::new())
                     .filter(|chunk| chunk.error.is_none())
                     .ok_or_else(|| broken(format!("it says: {}", shortened(data))))?;
-                (chunk.ids.unwrap_or_default(), chunk.text, chunk.finish)
+                let ids = chunk.ids.unwrap_or_default();
+                (ids, chunk.logprobs, chunk.text, chunk.finish)
             };
-            self.drawn(ids, &text);
+            self.drawn(ids, logprobs, &text);
             if let Some(why) = finish {
                 self.finish(finish_reason(&why));
             }
@@ -84,11 +104,14 @@ impl GoOn {
         Ok(())
     }
 
-    fn drawn(&mut self, ids: Vec<u32>, text: &str) {
+    fn drawn(&mut self, ids: Vec<u32>, mut logprobs: Vec<TokenLogprob>, text: &str) {
         if self.finish.is_some() {
             return;
         }
-        self.said.ids.extend(ids);
+        for token in &mut logprobs {
+            token.top.truncate(self.alternatives);
+        }
+        self.said.add(ids, logprobs);
         let pushed = self.text.push(text.as_bytes());
         let new = self.beyond_what_is_known(&pushed.text).to_owned();
         self.said.text.push_str(&new);

@@ -220,7 +220,12 @@ fn a_body_that_is_no_stream_is_kept_until_it_is_whole_or_long() {
 
 fn go_on(stop: &[&str], told: &str, spoken: Option<&str>) -> GoOn {
     let stop: Vec<String> = stop.iter().map(|stop| (*stop).to_owned()).collect();
-    GoOn::new(false, &stop, told, spoken)
+    GoOn::new(Before {
+        stop: &stop,
+        told,
+        spoken,
+        ..Before::default()
+    })
 }
 
 fn completion(text: &str, ids: &str, finish: &str) -> Bytes {
@@ -276,9 +281,41 @@ fn a_stop_string_over_the_seam_ends_the_text_before_it() {
     assert!(whole.finish.is_some());
 }
 
+fn in_own_form() -> GoOn {
+    GoOn::new(Before {
+        own_form: true,
+        ..Before::default()
+    })
+}
+
+#[test]
+fn log_probabilities_come_with_their_tokens_and_no_more_alternatives_than_asked_for() {
+    let mut on = GoOn::new(Before {
+        alternatives: 1,
+        ..Before::default()
+    });
+    let choice = |text: &str, ids: &str, logprobs: &str| {
+        let choice = format!(
+            "{{\"index\":0,\"text\":\"{text}\",\"logprobs\":{logprobs},\"finish_reason\":null,\"token_ids\":{ids}}}"
+        );
+        Bytes::from(chunk(&choice))
+    };
+    let told = r#"{"text_offset":[0],"token_logprobs":[-0.5],"tokens":["a"],"top_logprobs":[{"a":-0.5,"b":-1.0}]}"#;
+    on.push(choice("a", "[5]", told)).unwrap();
+    on.push(choice("a", "[5]", told)).unwrap();
+    let said = on.take().unwrap();
+    let tops: Vec<usize> = said.logprobs.iter().map(|one| one.top.len()).collect();
+    assert_eq!((said.ids, tops), (vec![5, 5], vec![1, 1]));
+    // With one missing nobody can say which belongs to which.
+    on.push(choice("a", "[5]", told)).unwrap();
+    on.push(choice("a", "[5]", "null")).unwrap();
+    let said = on.take().unwrap();
+    assert_eq!((said.ids.len(), said.logprobs.len()), (2, 0));
+}
+
 #[test]
 fn the_forms_of_llama_server_are_read_too() {
-    let mut on = GoOn::new(true, &[], "", None);
+    let mut on = in_own_form();
     on.push(Bytes::from_static(
         b"data: {\"content\":\" Paris\",\"tokens\":[7042],\"stop\":false}\n\n",
     ))
@@ -290,7 +327,7 @@ fn the_forms_of_llama_server_are_read_too() {
     ))
     .unwrap();
     assert_eq!(on.end().unwrap().reason, FinishReason::Length);
-    let mut on = GoOn::new(true, &[], "", None);
+    let mut on = in_own_form();
     assert!(
         on.push(Bytes::from_static(b"data: {\"error\":1}x\n\n"))
             .is_err()

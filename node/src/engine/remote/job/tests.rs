@@ -1,9 +1,10 @@
 use bytes::Bytes;
-use shoal_gossip::{NodeId, RequestId};
+use shoal_gossip::{Epoch, NodeId, RequestId};
 
 use super::*;
 use crate::engine::FinishReason;
 use crate::engine::answer::{AnswerHead, ChunkShape, Wire};
+use crate::engine::moving::{LastState, MoveError};
 use crate::engine::work::{HttpAsk, Prepared, RequestKind};
 
 const NOW: Timestamp = Timestamp::ZERO;
@@ -34,6 +35,7 @@ fn said(ids: &[u32], text: &str) -> Said {
     Said {
         ids: ids.to_vec(),
         text: text.to_owned(),
+        logprobs: Vec::new(),
         wire: Wire::of(Bytes::copy_from_slice(text.as_bytes())),
     }
 }
@@ -233,4 +235,62 @@ fn what_is_kept_is_bounded() {
     assert!(job.resume(Epoch(2), 10).is_err());
     let _events = job.resume(Epoch(2), 2990).unwrap();
     assert_eq!(ids_of(&drain(&mut job)).len(), 10);
+}
+
+fn logprob(id: u32) -> TokenLogprob {
+    TokenLogprob {
+        token: format!("t{id}"),
+        logprob: -1.0,
+        top: Vec::new(),
+    }
+}
+
+#[test]
+fn log_probabilities_go_along_as_far_as_the_home_may_lack_them() {
+    let mut here = job(&[], &[]);
+    here.job.prepared.params.logprobs = Some(0);
+    let mut events = here.open();
+    for id in [7, 8, 9] {
+        let mut piece = match id {
+            7 => first(&[id], "x", true),
+            _ => said(&[id], "x"),
+        };
+        piece.logprobs = vec![logprob(id)];
+        here.said(piece);
+    }
+    for _ in 0..2 {
+        let Step::Send(to, event) = here.step() else {
+            panic!("nothing to send");
+        };
+        assert!(here.sent(&to));
+        to.try_send(event).unwrap();
+    }
+    let EngineEvent::Tokens(batch) = events.try_recv().unwrap() else {
+        panic!("no tokens");
+    };
+    assert_eq!(batch.logprobs, [logprob(7)]);
+    let state = here.pause(NOW).unwrap().state;
+    assert_eq!((state.output.len(), state.logprobs.len()), (2, 2));
+
+    // The home lost the second on the way: it is told again, with what belongs to it.
+    let mut there = job(&[], &[]);
+    there.job.prepared.params.logprobs = Some(0);
+    there.arriving = true;
+    there.completed(state.clone());
+    drop(there.resume(Epoch(2), 1).unwrap());
+    let Step::Send(_, EngineEvent::Tokens(again)) = there.step() else {
+        panic!("nothing to tell again");
+    };
+    assert_eq!((again.ids, again.logprobs), (vec![8], vec![logprob(8)]));
+
+    // What is not there is not told without.
+    let mut without = job(&[], &[]);
+    without.job.prepared.params.logprobs = Some(0);
+    without.arriving = true;
+    without.completed(LastState {
+        logprobs: Vec::new(),
+        ..state
+    });
+    assert!(without.resume(Epoch(2), 1).is_err());
+    assert!(without.resume(Epoch(2), 2).is_ok());
 }

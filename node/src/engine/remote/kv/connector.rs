@@ -2,11 +2,12 @@
 //!
 //! All calls block; what they mean is in `docs/protocol.md`.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::socket::{self, CallError};
@@ -29,6 +30,11 @@ const HELD_PATIENCE: Duration = Duration::from_secs(10);
 /// its home.
 const KEPT: Duration = Duration::from_secs(30);
 
+/// How long the engine keeps blocks where they are for another engine to read, if nobody says that it has: what is read later would
+/// be the KV of other tokens. A parcel that says where they are is taken by a target whose session lives, for
+/// [`shoal_migrate::SessionLimits::lease`] after the last it heard, and read within [`COPY_PATIENCE`]; this is twice that.
+const KEPT_FOR_OTHERS: Duration = Duration::from_secs(40);
+
 /// A connector that has said what it is.
 #[derive(Debug)]
 pub(super) struct Connector {
@@ -45,6 +51,17 @@ pub(super) struct Connector {
     pub(super) stages: bool,
     /// Grammars are told what was drawn elsewhere.
     pub(super) grammar: bool,
+    /// Where other engines find its KV, for their connectors alone to read; `None` when they cannot.
+    pub(super) address: Option<Value>,
+}
+
+/// Blocks that lie in another engine.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Elsewhere {
+    /// Where its KV is.
+    pub(super) address: Value,
+    /// The blocks there.
+    pub(super) ids: Vec<u32>,
 }
 
 #[derive(Deserialize)]
@@ -65,7 +82,14 @@ struct WorkerHello {
     protocol: u32,
     layout: Option<Layout>,
     #[serde(default)]
+    direct: bool,
+    #[serde(default)]
     why_not: String,
+}
+
+#[derive(Deserialize)]
+struct Address {
+    address: Value,
 }
 
 #[derive(Deserialize)]
@@ -122,6 +146,14 @@ impl Connector {
         let digest = u64::from_str_radix(&layout.digest, 16);
         let spoken = (scheduler.protocol, worker.protocol) == (PROTOCOL, PROTOCOL);
         let sound = scheduler.block_size > 0 && layout.block_bytes > 0;
+        let address = match worker.direct {
+            true => {
+                let question = json!({ "op": "address" });
+                let told = socket::call(&folder.join("worker.sock"), &question, None, PATIENCE);
+                told.ok().map(|Address { address }| address)
+            }
+            false => None,
+        };
         match digest {
             Ok(digest) if spoken && sound => Ok(Self {
                 folder: folder.to_owned(),
@@ -131,8 +163,9 @@ impl Connector {
                 block: scheduler.block_size,
                 stages: scheduler.prefix_caching,
                 grammar: scheduler.grammar,
+                address,
             }),
-            _ => Err(CallError::Failed(format!(
+            Ok(_) | Err(_) => Err(CallError::Failed(format!(
                 "it speaks another protocol than {PROTOCOL}: install the shoal-vllm of this version"
             ))),
         }
@@ -151,9 +184,14 @@ impl Connector {
         )
     }
 
-    fn worker(&self, question: &Value, file: Option<&std::fs::File>) -> Result<(), CallError> {
+    fn worker(
+        &self,
+        question: &Value,
+        file: Option<&File>,
+        patience: Duration,
+    ) -> Result<(), CallError> {
         let path = self.folder.join("worker.sock");
-        socket::call::<Done>(&path, question, file, COPY_PATIENCE).map(drop)
+        socket::call::<Done>(&path, question, file, patience).map(drop)
     }
 
     /// Tokens of a request that surely have KV.
@@ -180,7 +218,7 @@ impl Connector {
         let bytes = u64::from(count) * self.block_bytes;
         let memory = socket::memory(bytes)?;
         let question_of_worker = json!({ "op": "export", "blocks": table.ids });
-        self.worker(&question_of_worker, Some(&memory))?;
+        self.worker(&question_of_worker, Some(&memory), COPY_PATIENCE)?;
         // What was read is the request's if its blocks are the same afterwards.
         let after: Table = self.scheduler(&question, PATIENCE)?;
         if after != table {
@@ -214,12 +252,52 @@ impl Connector {
         let memory = socket::filled(bytes)?;
         let kept = millis(KEPT);
         let question = json!({ "op": "stage", "key": key, "blocks": blocks, "ttl_ms": kept });
-        self.worker(&question, Some(&memory))
+        self.worker(&question, Some(&memory), COPY_PATIENCE)
+    }
+
+    /// As [`Self::export`], but only says where the blocks are. They stay there until `key` is unpinned, or
+    /// [`KEPT_FOR_OTHERS`] is over.
+    pub(super) fn point_out(
+        &self,
+        (name, key): (&str, &str),
+        (first, count): (u32, u32),
+        into: &mut Vec<u8>,
+    ) -> Result<(), CallError> {
+        let address = self.address.clone();
+        let address = address.ok_or_else(|| CallError::Failed("it has no address".into()))?;
+        let question = json!({
+            "op": "pin", "id": name, "key": key, "first": first, "count": count,
+            "ttl_ms": millis(KEPT_FOR_OTHERS), "timeout_ms": millis(HELD_PATIENCE),
+        });
+        let table: Table = self.scheduler(&question, HELD_PATIENCE + PATIENCE)?;
+        let ids = table.ids;
+        if ids.len() != count as usize {
+            return Err(CallError::Failed("other blocks than asked for".into()));
+        }
+        serde_json::to_writer(into, &Elsewhere { address, ids })
+            .map_err(|error| CallError::Failed(error.to_string()))
+    }
+
+    /// Nobody reads these blocks any more.
+    pub(super) fn unpin(&self, key: &str) -> Result<(), CallError> {
+        let question = json!({ "op": "unpin", "key": key });
+        self.scheduler::<Done>(&question, PATIENCE).map(drop)
+    }
+
+    /// Has the engine read blocks out of another one, and lay them out as [`Self::stage`] does.
+    pub(super) fn fetch(&self, key: &str, from: &Elsewhere) -> Result<(), CallError> {
+        let blocks = from.ids.len() as u64;
+        let memory = socket::memory(blocks * self.block_bytes)?;
+        let question = json!({
+            "op": "stage", "key": key, "blocks": blocks, "ttl_ms": millis(KEPT),
+            "timeout_ms": millis(COPY_PATIENCE), "from": from,
+        });
+        self.worker(&question, Some(&memory), COPY_PATIENCE + PATIENCE)
     }
 
     /// Takes them away again.
     pub(super) fn unstage(&self, key: &str) -> Result<(), CallError> {
-        self.worker(&json!({ "op": "drop", "key": key }), None)
+        self.worker(&json!({ "op": "drop", "key": key }), None, PATIENCE)
     }
 }
 

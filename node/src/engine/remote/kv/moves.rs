@@ -13,7 +13,7 @@ use shoal_gossip::Tokens;
 use shoal_migrate::KvRange;
 use tracing::debug;
 
-use super::blob::{self, Blob};
+use super::blob::{self, Blob, Form, Kv};
 use super::connector::Connector;
 use super::slots::{self, Slots};
 use super::socket::CallError;
@@ -50,9 +50,16 @@ impl Drop for Standing<'_> {
 }
 
 impl RemoteEngine {
-    fn way(&self) -> Result<Arc<Way>, MoveError> {
+    fn way(&self) -> Result<Way, MoveError> {
         let way = self.shared.kv.way();
         way.ok_or_else(|| MoveError::Unfit("its KV stays in its engine".into()))
+    }
+
+    fn connector(&self) -> Result<Arc<Connector>, MoveError> {
+        match self.way()? {
+            Way::Connector(connector) => Ok(connector),
+            Way::Slots(_) => Err(MoveError::Unfit("only a stopped slot can be saved".into())),
+        }
     }
 
     /// Whole blocks of a running request, from `from` on.
@@ -62,15 +69,13 @@ impl RemoteEngine {
         from: Tokens,
         at_most: Tokens,
     ) -> Result<Exported, MoveError> {
-        let way = self.way()?;
+        let connector = self.connector()?;
         let (name, ids) = {
             let job = entry.lock();
             (job.name().ok_or(MoveError::Gone)?, job.all_ids())
         };
+        let pin = self.shared.pin_anew(entry, from);
         blocking(move || {
-            let Way::Connector(connector) = &*way else {
-                return Err(CallError::Failed("only a stopped slot can be saved".into()));
-            };
             let known = u32::try_from(ids.len()).unwrap_or(u32::MAX);
             let computed = connector.computed(&name)?.min(known.saturating_sub(1));
             let end = computed.min(from.0.saturating_add(at_most.0));
@@ -78,7 +83,7 @@ impl RemoteEngine {
             let kv = match KvRange::new(from, Tokens(end)) {
                 Some(range) => {
                     let part = ids.get(from.0 as usize..end as usize).unwrap_or_default();
-                    Some(blocks(connector, &name, range, part)?)
+                    Some(blocks(&connector, (&name, pin.as_deref()), range, part)?)
                 }
                 None => None,
             };
@@ -104,11 +109,11 @@ impl RemoteEngine {
         let paused = entry.lock().pause(now)?;
         entry.wake.notify_one();
         let mut standing = Standing(Some(entry));
-        let mut known = entry.lock().prompt_ids();
+        let mut known = entry.lock().prompt_ids().to_vec();
         known.extend(&paused.state.output);
-        let taken = match &*way {
-            Way::Connector(_) => self.stop_in_vllm(&way, entry, (from, known)).await,
-            Way::Slots(slots) => self.stop_in_slot(slots, entry, &known).await,
+        let taken = match way {
+            Way::Connector(connector) => self.stop_in_vllm(connector, entry, (from, known)).await,
+            Way::Slots(slots) => self.stop_in_slot(&slots, entry, &known).await,
         };
         standing.0 = None;
         let kv = taken.unwrap_or_else(|error| {
@@ -136,19 +141,18 @@ impl RemoteEngine {
 
     async fn stop_in_vllm(
         &self,
-        way: &Arc<Way>,
+        connector: Arc<Connector>,
         entry: &SharedJob,
         (from, known): (Tokens, Vec<u32>),
     ) -> Result<Option<ExportedKv>, CallError> {
         let name = entry.lock().name();
         let name = name.ok_or_else(|| CallError::Gone("it has no name there".into()))?;
-        let (asked, holder) = (Arc::clone(way), name.clone());
-        blocking(move || connector_of(&asked)?.hold(&holder)).await?;
+        let (asked, holder) = (Arc::clone(&connector), name.clone());
+        blocking(move || asked.hold(&holder)).await?;
         entry.lock().stop(Some(name.clone()));
         entry.wake.notify_one();
-        let asked = Arc::clone(way);
+        let pin = self.shared.pin_anew(entry, from);
         blocking(move || {
-            let connector = connector_of(&asked)?;
             let held = connector.held(&name)?;
             if !held.token_ids.starts_with(&known) {
                 return Err(CallError::Failed("its engine has drawn other ids".into()));
@@ -157,7 +161,7 @@ impl RemoteEngine {
             let end = held.computed.min(known.saturating_sub(1));
             let range = KvRange::new(from, Tokens(end));
             range
-                .map(|range| blocks(connector, &name, range, &[]))
+                .map(|range| blocks(&connector, (&name, pin.as_deref()), range, &[]))
                 .transpose()
         })
         .await
@@ -189,8 +193,7 @@ impl RemoteEngine {
         entry: &SharedJob,
         kv: ExportedKv,
     ) -> Result<(), MoveError> {
-        let way = self.way()?;
-        let connector = connector_of(&way)?;
+        let connector = self.connector()?;
         let range = kv.range;
         let blob = Blob::read(connector.digest, range, kv.bytes).map_err(MoveError::Unfit)?;
         let (model, http, mut ids) = {
@@ -199,7 +202,7 @@ impl RemoteEngine {
             let ids = job.arrived(range, &blob.ids).map_err(MoveError::Unfit)?;
             (model, job.job.http.clone(), ids)
         };
-        let laid = self.lay_out(&way, range, blob.kv).await?;
+        let laid = self.lay_out(connector, range, blob.kv).await?;
         // A request computes one token at least.
         ids.extend(ids.last().copied());
         let mut body = Map::new();
@@ -237,18 +240,18 @@ impl RemoteEngine {
         entry: &SharedJob,
         kv: ExportedKv,
     ) -> Result<(), MoveError> {
-        let way = self.way()?;
-        let laid = match &*way {
+        let read = |layout| Blob::read(layout, kv.range, kv.bytes).map_err(MoveError::Unfit);
+        let laid = match self.way()? {
             Way::Connector(connector) => {
-                let blob =
-                    Blob::read(connector.digest, kv.range, kv.bytes).map_err(MoveError::Unfit)?;
-                self.lay_out(&way, kv.range, blob.kv).await?
+                let blob = read(connector.digest)?;
+                self.lay_out(connector, kv.range, blob.kv).await?
             }
             Way::Slots(slots) => {
-                let blob =
-                    Blob::read(slots::LAYOUT, kv.range, kv.bytes).map_err(MoveError::Unfit)?;
+                let Kv::Bytes(bytes) = read(slots::LAYOUT)?.kv else {
+                    return Err(MoveError::Unfit("a slot comes whole".into()));
+                };
                 let name = self.shared.kv.name();
-                let put = slots.put_in(&self.shared.client, &name, blob.kv).await;
+                let put = slots.put_in(&self.shared.client, &name, bytes).await;
                 Laid::Slot(put?)
             }
         };
@@ -256,18 +259,39 @@ impl RemoteEngine {
         Ok(())
     }
 
-    async fn lay_out(&self, way: &Arc<Way>, range: KvRange, kv: Bytes) -> Result<Laid, MoveError> {
-        let connector = connector_of(way)?;
+    /// Lays out KV for a request that is to come.
+    async fn lay_out(
+        &self,
+        connector: Arc<Connector>,
+        range: KvRange,
+        kv: Kv,
+    ) -> Result<Laid, MoveError> {
         let first = range.start().0 / connector.block;
         let blocks = range.end().0.div_ceil(connector.block) - first;
         let whole = range.start().0.is_multiple_of(connector.block);
-        if !whole || kv.len() as u64 != u64::from(blocks) * connector.block_bytes {
-            let why = format!("{} bytes for {blocks} blocks", kv.len());
+        let (have, need) = match &kv {
+            Kv::Bytes(bytes) => (
+                bytes.len() as u64,
+                u64::from(blocks) * connector.block_bytes,
+            ),
+            Kv::Elsewhere(from) => (from.ids.len() as u64, u64::from(blocks)),
+        };
+        if !whole || have != need {
+            let why = format!("{have} bytes or blocks instead of {need} for {blocks} blocks");
             return Err(MoveError::Unfit(why));
         }
         let key = self.shared.kv.name();
-        let (asked, stage_key) = (Arc::clone(way), key.clone());
-        blocking(move || connector_of(&asked)?.stage(&stage_key, blocks, &kv)).await?;
+        let named = key.clone();
+        match kv {
+            Kv::Bytes(bytes) => blocking(move || connector.stage(&named, blocks, &bytes)).await?,
+            Kv::Elsewhere(from) => {
+                let fetched = u64::from(blocks) * connector.block_bytes;
+                let read = blocking(move || connector.fetch(&named, &from)).await;
+                let now = self.shared.clock.now();
+                read.inspect_err(|why| self.shared.kv.could_not_reach(now, why))?;
+                self.shared.kv.fetched(fetched);
+            }
+        }
         Ok(Laid::Blocks {
             key,
             first,
@@ -278,52 +302,75 @@ impl RemoteEngine {
 }
 
 impl Shared {
+    /// The name under which blocks of a request, from `from` on, are kept for the target's engine to read; `None` when they go
+    /// through the nodes. Those before `from` have been read. With none before, what was kept is of a move that failed: it may
+    /// be in the middle of being read, so it stays kept for its time.
+    fn pin_anew(self: &Arc<Self>, entry: &SharedJob, from: Tokens) -> Option<String> {
+        let (before, now) = {
+            let mut job = entry.lock();
+            let now = job.direct.then(|| self.kv.name());
+            (std::mem::replace(&mut job.pinned, now.clone()), now)
+        };
+        let read = before.filter(|_| from > Tokens::ZERO);
+        if let (Some(Way::Connector(connector)), Some(key)) = (self.kv.way(), read) {
+            self.ask_by_the_way(move || connector.unpin(&key));
+        }
+        now
+    }
+
+    /// Tells the engine something that it finds out by itself in the end.
+    fn ask_by_the_way(
+        self: &Arc<Self>,
+        ask: impl FnOnce() -> Result<(), CallError> + Send + 'static,
+    ) {
+        let told = async move { drop(blocking(ask).await) };
+        self.tasks.spawn_on(told, &self.runtime);
+    }
+
     /// Lets the engine have back what it kept of a request, and what was laid out for it and not used.
     pub(in super::super) fn let_go(self: &Arc<Self>, held: Option<String>, laid: Option<Laid>) {
         let Some(way) = self.kv.way() else {
             return;
         };
-        match (&*way, laid) {
+        match (way, laid) {
             (Way::Slots(slots), Some(Laid::Slot(slot))) => slots.begun(slot),
-            (Way::Connector(_), laid) if held.is_some() || laid.is_some() => {
-                let let_go = async move {
-                    let done = blocking(move || {
-                        let connector = connector_of(&way)?;
-                        if let Some(Laid::Blocks { key, .. }) = laid {
-                            connector.unstage(&key)?;
-                        }
-                        held.map_or(Ok(()), |name| connector.release(&name))
-                    });
-                    // It lets go by itself in the end.
-                    drop(done.await);
-                };
-                self.tasks.spawn_on(let_go, &self.runtime);
+            (Way::Connector(connector), laid) if held.is_some() || laid.is_some() => {
+                self.ask_by_the_way(move || {
+                    if let Some(Laid::Blocks { key, .. }) = laid {
+                        connector.unstage(&key)?;
+                    }
+                    held.map_or(Ok(()), |name| connector.release(&name))
+                });
             }
             (Way::Connector(_) | Way::Slots(_), _) => {}
         }
     }
 }
 
-fn connector_of(way: &Way) -> Result<&Connector, CallError> {
-    match way {
-        Way::Connector(connector) => Ok(connector),
-        Way::Slots(_) => Err(CallError::Failed("it takes whole slots alone".into())),
-    }
-}
-
-/// Blocks of a request from the start of a range on, which must be that of a block.
+/// Blocks of a request from the start of a range on, which must be that of a block. With a `pin` they stay where they are, and
+/// the other engine is told where that is.
 fn blocks(
     connector: &Connector,
-    name: &str,
+    (name, pin): (&str, Option<&str>),
     range: KvRange,
     ids: &[u32],
 ) -> Result<ExportedKv, CallError> {
     let first = range.start().0 / connector.block;
     let count = range.end().0.div_ceil(connector.block) - first;
-    let room = u64::from(count) * connector.block_bytes;
-    let room = usize::try_from(room).unwrap_or(0);
-    let mut bytes = blob::head(connector.digest, ids, room);
-    connector.export(name, (first, count), &mut bytes)?;
+    let bytes = match pin {
+        Some(pin) => {
+            let mut bytes = blob::head(connector.digest, Form::Elsewhere, ids, 0);
+            connector.point_out((name, pin), (first, count), &mut bytes)?;
+            bytes
+        }
+        None => {
+            let room = u64::from(count) * connector.block_bytes;
+            let room = usize::try_from(room).unwrap_or(0);
+            let mut bytes = blob::head(connector.digest, Form::Bytes, ids, room);
+            connector.export(name, (first, count), &mut bytes)?;
+            bytes
+        }
+    };
     Ok(ExportedKv {
         range,
         bytes: bytes.into(),

@@ -15,8 +15,9 @@ use serde::Deserialize;
 use serde_json::json;
 use tokio::time::{sleep, timeout};
 
+use super::blob::{self, Form};
+use super::blocking;
 use super::socket::CallError;
-use super::{blob, blocking};
 use crate::engine::remote::client::Client;
 use crate::engine::remote::lock;
 
@@ -143,7 +144,7 @@ impl Slots {
                 .map_err(|error| failed(&format!("{}: {error}", file.path.display())))?;
             let length = opened.metadata().map_or(0, |data| data.len());
             let room = usize::try_from(length).unwrap_or(0);
-            let mut bytes = blob::head(LAYOUT, &[], room);
+            let mut bytes = blob::head(LAYOUT, Form::Bytes, &[], room);
             let from = bytes.len();
             opened
                 .read_to_end(&mut bytes)

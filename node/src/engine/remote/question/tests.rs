@@ -10,6 +10,7 @@ const VLLM: Asked = Asked {
     has_ids: true,
     high_first: false,
     grammar: false,
+    inexact: Inexact::Refuse,
     context: Tokens(1000),
 };
 
@@ -73,7 +74,6 @@ fn what_could_not_be_gone_on_with_goes_through_untouched() {
         r#","tools":[{"type":"function"}]"#,
         r#","n":2"#,
         r#","response_format":{"type":"json_object"}"#,
-        r#","logprobs":true"#,
         r#","seed":1"#,
         r#","seed":1,"temperature":0.5"#,
         r#","presence_penalty":0.1"#,
@@ -101,6 +101,7 @@ fn what_could_not_be_gone_on_with_goes_through_untouched() {
         r#","user":"u","stop":["x"],"max_tokens":7"#,
         r#","stream_options":{"include_usage":true}"#,
         r#","tools":[],"logprobs":false"#,
+        r#","logprobs":true,"top_logprobs":3"#,
     ] {
         assert!(
             matches!(
@@ -187,7 +188,7 @@ fn its_kv_gets_a_name_that_only_vllm_sees() {
     assert_eq!(body["kv_transfer_params"]["shoal"], json!({ "id": "n-1" }));
     assert_eq!(body["return_token_ids"], true);
     // One that only this engine can finish goes as it came.
-    let opaque = chat(r#","logprobs":true"#);
+    let opaque = chat(r#","n":2"#);
     assert_eq!(VLLM.raw(&opaque, &along).body, opaque.body);
     let mut job = chat("");
     job.prepared.prompt = [1, 2, 3].into();
@@ -228,8 +229,8 @@ fn a_grammar_goes_on_where_it_can_be_told_what_was_drawn() {
     let body: Value = serde_json::from_slice(&body).unwrap();
     assert_eq!(body["response_format"]["type"], "json_schema");
     assert!(VLLM.go_on(&job, None, &Along::default()).is_err());
-    assert!(!VLLM.can_take(&job.body));
-    assert!(VLLM.can_take(&chat(r#","response_format":{"type":"text"}"#).body));
+    assert!(!VLLM.can_take(&job));
+    assert!(VLLM.can_take(&chat(r#","response_format":{"type":"text"}"#)));
     let other = chat(r#","structured_outputs":{"choice":["a"]}"#);
     assert!(matches!(
         told.raw(&other, &Along::default()).manner,
@@ -266,4 +267,66 @@ fn vllm_is_told_what_a_frequency_penalty_has_taken_already() {
         let question = VLLM.raw(&chat(scaled), &Along::default());
         assert!(matches!(question.manner, Manner::Opaque), "{scaled}");
     }
+}
+
+#[test]
+fn what_would_draw_other_tokens_goes_on_only_with_leave() {
+    let lenient = Asked {
+        inexact: Inexact::Allow,
+        ..VLLM
+    };
+    let seed = Lost {
+        seed: true,
+        penalty: false,
+    };
+    let penalty = Lost {
+        seed: false,
+        penalty: true,
+    };
+    for (more, lost) in [
+        (r#","seed":1,"temperature":0.5"#, seed),
+        (r#","presence_penalty":0.1"#, penalty),
+        (
+            r#","frequency_penalty":0.1,"repetition_penalty":1.1"#,
+            penalty,
+        ),
+    ] {
+        let mut job = chat(more);
+        let raw = |asked: Asked| asked.raw(&job, &Along::default()).manner;
+        assert!(matches!(raw(VLLM), Manner::Opaque), "{more}");
+        let Manner::Ids(_, prepared) = raw(lenient) else {
+            panic!("{more} cannot go on");
+        };
+        assert_eq!(VLLM.lost(&prepared.params, prepared.seeded), lost, "{more}");
+        job.prepared = Prepared {
+            prompt: [1, 2].into(),
+            ..*prepared
+        };
+        job.prepared.params.max_tokens = 9;
+        job.generated = vec![3];
+        // Both ends must have leave.
+        assert!(!VLLM.can_take(&job), "{more}");
+        assert!(VLLM.go_on(&job, None, &Along::default()).is_err(), "{more}");
+        assert!(
+            lenient.go_on(&job, None, &Along::default()).is_ok(),
+            "{more}"
+        );
+    }
+}
+
+#[test]
+fn log_probabilities_are_asked_for_where_it_goes_on() {
+    let mut job = chat("");
+    job.prepared.prompt = [1, 2].into();
+    job.prepared.params.max_tokens = 9;
+    job.prepared.params.logprobs = Some(2);
+    job.generated = vec![3];
+    let body = VLLM.go_on(&job, None, &Along::default()).unwrap().body;
+    let body: Value = serde_json::from_slice(&body).unwrap();
+    assert_eq!(body["logprobs"], 2);
+    let asks = chat(r#","logprobs":true,"top_logprobs":2"#);
+    assert!(matches!(
+        LLAMA.raw(&asks, &Along::default()).manner,
+        Manner::Opaque
+    ));
 }
