@@ -269,3 +269,46 @@ async fn an_engine_that_takes_no_kv_in_is_given_ids() {
     assert_eq!(text + &rest, expected);
     nothing_kept(&mesh).await;
 }
+
+/// Moves the only stream and hangs up once its engines were asked so many questions about it, if the move lasts so long.
+async fn hang_up(mesh: &Beside, mut events: Events, questions: usize, copy: &str) {
+    read(&mut events, 6).await;
+    let (id, host) = under_way(mesh).await;
+    let asked = || -> usize {
+        let of = |server: &EngineServer| server.kv().figures().asked;
+        mesh.servers.iter().map(of).sum()
+    };
+    let before = asked();
+    let client = async {
+        let enough = until("questions", || async {
+            match asked() - before >= questions {
+                true => Ok(()),
+                false => Err(asked() - before),
+            }
+        });
+        enough.await;
+        drop(events);
+    };
+    let moving = migrate_as(mesh, &id, 1 - host, copy);
+    tokio::pin!(client, moving);
+    tokio::select! {
+        () = &mut client => drop(moving.await),
+        _ = &mut moving => {}
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_goes_in_the_middle_of_a_move_leaves_no_kv_anywhere() {
+    for mesh in [vllms(&[true, true]).await, neighbours().await] {
+        for copy in ["staged", "blocking"] {
+            for questions in 1..8 {
+                let events = mesh.stream(COMPLETIONS, &long(160)).await;
+                hang_up(&mesh, events, questions, copy).await;
+                nothing_kept(&mesh).await;
+            }
+        }
+        for server in &mesh.servers {
+            assert_eq!(server.kv().figures().wrong, 0);
+        }
+    }
+}

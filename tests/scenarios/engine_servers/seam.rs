@@ -33,6 +33,19 @@ async fn choices(events: &mut Events, most: usize) -> Vec<Value> {
     all
 }
 
+/// Moves the only stream so many times to the other node, and reads it to its end.
+async fn moved(mesh: &Beside, events: &mut Events, times: usize) -> Vec<Value> {
+    let mut got = Vec::new();
+    for _ in 0..times {
+        let (id, host) = under_way(mesh).await;
+        let (status, answer) = migrate_as(mesh, &id, 1 - host, "staged").await;
+        assert_eq!(status, 200, "{answer}");
+        got.extend(choices(events, 3).await);
+    }
+    got.extend(choices(events, usize::MAX).await);
+    got
+}
+
 /// Log-probabilities of all tokens in the order of these choices, whatever the pieces they came in, and the text.
 fn told(choices: &[Value]) -> (Vec<Value>, String) {
     let (mut tokens, mut text) = (Vec::new(), String::new());
@@ -76,13 +89,7 @@ async fn log_probabilities_are_those_of_one_request() {
 
         let mut events = mesh.stream(path, &body).await;
         let mut got = choices(&mut events, 6).await;
-        for _ in 0..2 {
-            let (id, host) = under_way(&mesh).await;
-            let (status, answer) = migrate_as(&mesh, &id, 1 - host, "staged").await;
-            assert_eq!(status, 200, "{path} {asks}: {answer}");
-            got.extend(choices(&mut events, 3).await);
-        }
-        got.extend(choices(&mut events, usize::MAX).await);
+        got.extend(moved(&mesh, &mut events, 2).await);
         let (tokens, all) = told(&got);
         assert_eq!(all, text, "{path} {asks}");
         assert_eq!(tokens, expected, "{path} {asks}");
@@ -147,13 +154,7 @@ async fn control_tokens_are_not_told_where_another_engine_goes_on() {
         let (_, text) = told(&choices(&mut unmoved, usize::MAX).await);
         let mut events = mesh.stream(CHAT, &body).await;
         let mut got = choices(&mut events, 20).await;
-        for _ in 0..3 {
-            let (id, host) = under_way(&mesh).await;
-            let (status, answer) = migrate_as(&mesh, &id, 1 - host, "staged").await;
-            assert_eq!(status, 200, "{stop}: {answer}");
-            got.extend(choices(&mut events, 3).await);
-        }
-        got.extend(choices(&mut events, usize::MAX).await);
+        got.extend(moved(&mesh, &mut events, 3).await);
         assert_eq!(told(&got).1, text, "{stop}");
     }
 }

@@ -50,6 +50,8 @@ pub struct KvFigures {
     pub imported: usize,
     /// Tokens whose KV was laid in and is not what it should be.
     pub wrong: usize,
+    /// Questions about requests and their KV.
+    pub asked: usize,
     /// Requests that run.
     pub live: usize,
     /// Requests that are held.
@@ -357,6 +359,7 @@ impl State {
 
     fn fault(&mut self, told: &Value) -> Option<Value> {
         let op = told["op"].as_str()?;
+        self.figures.asked += usize::from(!matches!(op, "hello" | "address"));
         self.faults.remove(op).map(no)
     }
 
