@@ -197,7 +197,8 @@ async def freeness(nodes, options):
         # An engine that a stalled machine makes late is estimated meanwhile, and the row says so.
         if bases["polled"] < 0.95 * len(distances):
             complaints.append(f"the basis of {node.name} while streams ran: {dict(bases)}")
-        if least >= idle[node.name]:
+        # All streams may run at one node, where a step takes less time.
+        if most and most.tokens and least >= idle[node.name]:
             complaints.append(f"the freeness of {node.name} did not fall: {idle[node.name]} idle, {least} at the fullest")
     if not compared or outside > OUTSIDE * compared:
         complaints.append(f"{outside} of {compared} rows are not what the engine said in the {BEHIND} s before")

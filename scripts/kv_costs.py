@@ -97,8 +97,9 @@ async def overhead(options, folder, model_id):
         note(f"both are up after {await start_engines([plain, connected]):.0f} s")
         idle = await at_rest([plain, connected])
         for number in range(options.overhead_rounds + 1):
-            # Forwards and backwards in turn: what grows or falls over time comes to nothing.
-            for name, server, named in ways if number % 2 else reversed(ways):
+            # Each way is first, second and last as often, forwards and backwards: what depends on the place comes to nothing.
+            turned = ways[number % 3:] + ways[:number % 3]
+            for name, server, named in turned if number % 2 else reversed(turned):
                 said, wrong = await throughput(server, number, named)
                 complaints += wrong
                 # The first round warms up.
