@@ -106,24 +106,20 @@ async fn nothing_kept(mesh: &Beside) {
     .await;
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_stream_moves_to_and_fro_with_its_kv() {
-    let mesh = vllms(&[true, true]).await;
+/// Streams move to and fro, in stages and in one piece: each is the one that did not move, and its target computes one token.
+/// `check` sees the answer to each move, and the figures of its target before and after.
+async fn move_to_and_fro(mesh: &Beside, check: impl Fn(&Value, &KvFigures, &KvFigures)) {
     for copy in ["staged", "blocking"] {
-        let (mut events, mut text, expected) = begun(&mesh, &long(160)).await;
+        let (mut events, mut text, expected) = begun(mesh, &long(160)).await;
         for _ in 0..2 {
-            let (id, host) = under_way(&mesh).await;
+            let (id, host) = under_way(mesh).await;
             let before = mesh.servers[1 - host].kv().figures();
-            let (status, answer) = migrate_as(&mesh, &id, 1 - host, copy).await;
+            let (status, answer) = migrate_as(mesh, &id, 1 - host, copy).await;
             assert_eq!(status, 200, "{copy}: {answer}");
-            assert!(answer["bytes"].as_u64() > Some(1_000), "{answer}");
             text += &read(&mut events, 8).await;
             let after = taken_over(&mesh.servers[1 - host], &before).await;
+            check(&answer, &before, &after);
             assert_eq!(after.wrong, 0, "{copy}: {after:?}");
-            assert!(
-                after.imported > before.imported,
-                "{copy}: {answer} {after:?}"
-            );
             assert_eq!(
                 after.computed.last(),
                 Some(&1),
@@ -133,8 +129,18 @@ async fn a_stream_moves_to_and_fro_with_its_kv() {
         let (rest, reason) = events.text().await;
         assert_eq!(text + &rest, expected, "{copy}");
         assert_eq!(reason.as_deref(), Some("length"));
-        nothing_kept(&mesh).await;
+        nothing_kept(mesh).await;
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_moves_to_and_fro_with_its_kv() {
+    let mesh = vllms(&[true, true]).await;
+    move_to_and_fro(&mesh, |answer, before, after| {
+        assert!(answer["bytes"].as_u64() > Some(1_000), "{answer}");
+        assert!(after.imported > before.imported, "{answer} {after:?}");
+    })
+    .await;
 }
 
 /// Nodes beside two stand-ins that can read each other's KV.
@@ -154,24 +160,11 @@ async fn neighbours() -> Beside {
 #[tokio::test(flavor = "multi_thread")]
 async fn engines_that_can_read_each_other_s_kv_do() {
     let mesh = neighbours().await;
-    for copy in ["staged", "blocking"] {
-        let (mut events, mut text, expected) = begun(&mesh, &long(160)).await;
-        for _ in 0..2 {
-            let (id, host) = under_way(&mesh).await;
-            let before = mesh.servers[1 - host].kv().figures();
-            let (status, answer) = migrate_as(&mesh, &id, 1 - host, copy).await;
-            assert_eq!(status, 200, "{copy}: {answer}");
-            text += &read(&mut events, 8).await;
-            let after = taken_over(&mesh.servers[1 - host], &before).await;
-            assert!(after.fetched > before.fetched, "{copy}: {answer} {after:?}");
-            assert_eq!((after.wrong, after.unkept), (0, 0), "{copy}: {after:?}");
-            assert_eq!(after.computed.last(), Some(&1), "{copy}: {after:?}");
-        }
-        let (rest, reason) = events.text().await;
-        assert_eq!(text + &rest, expected, "{copy}");
-        assert_eq!(reason.as_deref(), Some("length"));
-        nothing_kept(&mesh).await;
-    }
+    move_to_and_fro(&mesh, |answer, before, after| {
+        assert!(after.fetched > before.fetched, "{answer} {after:?}");
+        assert_eq!(after.unkept, 0, "{after:?}");
+    })
+    .await;
     until("nothing kept for others", || async {
         let pinned = |server: &EngineServer| server.kv().figures().pinned;
         let pinned: Vec<usize> = mesh.servers.iter().map(pinned).collect();
