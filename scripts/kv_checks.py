@@ -11,6 +11,7 @@ from collections import Counter
 
 from engine_checks import DRAINED_WITHIN, PATIENCE, counting, seen_as
 from engine_requests import Answer, Client
+from engine_servers import MESH_WITHIN
 from http_stream import move, question
 from mesh_clients import Clients
 from mesh_nodes import Failure, counted, note, share
@@ -37,7 +38,6 @@ MOST = 0.9 if PATIENCE == 1 else 0.5
 BROUGHT_WITHIN = 60
 BEGUN_WITHIN = 120
 ENDED_WITHIN = 120
-READY_WITHIN = 120
 # Seconds in which an engine lets go of what it held for a node that did not come back: 30, and a look.
 LET_GO_WITHIN = 40
 # --shutdown-deadline-ms of a node here: on two cores its clients' streams may take longer than it has by default.
@@ -314,7 +314,7 @@ async def target_killed(nodes, options):
         await at_rest(nodes)
         await deaths.run("node", nodes.kill, delay)
         nodes.restart(target)
-        await nodes.wait_until_ready(nodes.all(), READY_WITHIN)
+        await nodes.wait_until_ready(nodes.all(), MESH_WITHIN)
     said = [engines.figures("engine"), others.figures("node"), *([held.figures("node, after hold,")] if held.tries else [])]
     return "; ".join(said), engines.complaints + others.complaints + held.complaints
 
@@ -365,7 +365,7 @@ class RollingDrain:
         mib, own = ((counted(last, name) - counted(before, name)) for name in ("shoal_move_bytes_total", "shoal_replays_total"))
         replays = await nodes.added(others, "shoal_replays_total") - replays + round(own)
         nodes.restart(node)
-        await nodes.wait_until_ready(nodes.all(), READY_WITHIN)
+        await nodes.wait_until_ready(nodes.all(), MESH_WITHIN)
         self.moved, self.mib, self.replays = self.moved + arrived, self.mib + mib / 2**20, self.replays + replays
         note(f"{node.name}, {'by an operator' if by_wish else 'by SIGTERM'}: its engine empty {empty - began:.1f} s later, "
              f"ended with {code} after {self.exits[-1]:.1f} s; {arrived} moved with {mib / 2**20:.1f} MiB, {replays} gone on from the "

@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 from engine_checks import DRAINED_WITHIN, counting
 from engine_requests import Answer, Client, faults
-from engine_servers import EngineNodes, VllmServer, start_engines, stop_engines
+from engine_servers import MESH_WITHIN, EngineNodes, VllmServer, start_engines, stop_engines
 from kv_checks import LEAVING
 from mesh_nodes import counted, note, share
 from process_usage import processor_seconds
 
-READY_WITHIN = 120
 # Requests of a round of `overhead`, all at once, and output of each.
 ROUND, ROUND_TOKENS = 12, 96
 # Seconds for which engines at rest are watched.
@@ -126,7 +125,7 @@ class Pressure:
         """One run, with so many milliseconds between two looks of a node whether to move something."""
         nodes, dice = self.nodes, random.Random(1)
         nodes.start_mesh(len(nodes.engines), [*BLIND, *LEAVING, "--reschedule-interval-ms", interval])
-        await nodes.wait_until_ready(nodes.all(), READY_WITHIN)
+        await nodes.wait_until_ready(nodes.all(), MESH_WITHIN)
         before = await self.preemptions()
         began = time.monotonic()
         async with Client(nodes.all()[0].url, nodes.model_id) as client:
